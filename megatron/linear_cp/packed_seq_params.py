@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a micro-batch says about itself: its context-parallel group, its boundaries, its plan."""
+
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.linear_cp.plan import ContextParallelPlan
+
+_PLANS_ATTRIBUTE = "_linear_cp_plans"
+_MAX_DENSE_PLANS = 32
+
+
+@cache
+def single_rank_group() -> dist.ProcessGroup:
+    """A group of this process alone. It has no backend: there is nobody to talk to."""
+    return dist.ProcessGroup(0, 1)
+
+
+def is_packed(packed_seq_params: PackedSeqParams | None) -> bool:
+    """Whether input is packed (THD); a params object of another format does not make it so."""
+    return packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
+
+
+def resolve_cp_group(
+    static_cp_group: dist.ProcessGroup | None, packed_seq_params: PackedSeqParams | None
+) -> dist.ProcessGroup:
+    """The context-parallel group of this micro-batch.
+
+    Args:
+        static_cp_group: the group the layer was built with; None means one rank.
+        packed_seq_params: the micro-batch's parameters; ``cp_group`` and ``local_cp_size`` are read
+            whatever its format.
+
+    Returns:
+        ``packed_seq_params.cp_group`` when present, else the constructor's group. Nothing is
+        created and nothing communicates.
+
+    Raises:
+        ValueError: ``cp_group`` without ``local_cp_size``, ``local_cp_size`` above 1 without a
+            group (1 alone is Megatron's spelling of CP 1), or sizes that disagree.
+    """
+    static = single_rank_group() if static_cp_group is None else static_cp_group
+    if packed_seq_params is None:
+        return static
+    group = packed_seq_params.cp_group
+    size = packed_seq_params.local_cp_size
+    if group is None and size is None:
+        return static
+    if group is None:
+        if size == 1:
+            return single_rank_group()
+        raise ValueError(
+            f"packed_seq_params.local_cp_size is {size} but cp_group is missing; set both, or "
+            "neither to use the layer's own group, or local_cp_size=1 alone for CP 1"
+        )
+    if size is None:
+        raise ValueError(
+            f"packed_seq_params.cp_group has {group.size()} ranks but local_cp_size is missing; "
+            "set both on every micro-batch"
+        )
+    if size != group.size():
+        raise ValueError(
+            f"packed_seq_params.local_cp_size is {size} but cp_group has {group.size()} ranks; "
+            "they must agree"
+        )
+    return group
+
+
+def resolve_cu_seqlens(packed_seq_params: PackedSeqParams) -> torch.Tensor:
+    """The boundaries of the packed buffer as stored: the padded ones where they are given.
+
+    Returns:
+        ``[S + 1]`` integer tensor, as the micro-batch holds it.
+
+    Raises:
+        ValueError: boundaries missing, or padded boundaries on one side of q and kv only.
+    """
+    query = _side(packed_seq_params.cu_seqlens_q_padded, packed_seq_params.cu_seqlens_q)
+    key = _side(packed_seq_params.cu_seqlens_kv_padded, packed_seq_params.cu_seqlens_kv)
+    if query is None and key is None:
+        raise ValueError(
+            "packed (thd) input without boundaries: set cu_seqlens_q and cu_seqlens_kv (and the "
+            "padded pair where sequences are padded) in packed_seq_params"
+        )
+    if query is None or key is None:
+        missing = "cu_seqlens_q" if query is None else "cu_seqlens_kv"
+        raise ValueError(
+            f"packed (thd) input has no {missing}; linear attention needs q and kv boundaries, "
+            "and needs them equal"
+        )
+    return query
+
+
+def plan_for(
+    packed_seq_params: PackedSeqParams | None,
+    cp_group: dist.ProcessGroup,
+    *,
+    local_tokens: int,
+    batch: int,
+    layout: str,
+    conv_kernel_size: int = 4,
+) -> ContextParallelPlan:
+    """The plan of this micro-batch, built on first use and then kept with it.
+
+    A packed micro-batch keeps its plan on its ``PackedSeqParams``; a change of the boundaries in
+    place, other boundaries, or another group of the same size get a new plan. Plans of dense input
+    live in a small cache keyed by group, length, batch and layout.
+
+    Args:
+        packed_seq_params: the micro-batch's parameters, or None for dense input.
+        cp_group: its group, from :func:`resolve_cp_group`.
+        local_tokens: tokens of one sample (or of the packed buffer) that this rank stores.
+        batch: samples; packed input has one.
+        layout: ``"zigzag"`` or ``"contiguous"``.
+        conv_kernel_size: taps of the causal convolution.
+
+    Raises:
+        ValueError: boundaries that are malformed, differ between q and kv, cannot be cut, or do not
+            end at ``local_tokens * cp_size``; packed input with a batch above 1. The same on every
+            rank, before any collective.
+    """
+    if packed_seq_params is not None and is_packed(packed_seq_params):
+        if batch != 1:
+            raise ValueError(
+                f"packed (thd) input must have a batch of 1, got {batch}: pack the samples into one "
+                "buffer with boundaries between them"
+            )
+        plan = _packed_plan(packed_seq_params, cp_group, layout, conv_kernel_size)
+        if plan.total_tokens != local_tokens * cp_group.size():
+            raise ValueError(
+                f"the boundaries end at {plan.total_tokens} but the packed buffer holds "
+                f"{local_tokens} tokens on each of {cp_group.size()} ranks = "
+                f"{local_tokens * cp_group.size()}; they must cover all of it (give padded "
+                "boundaries where the buffer is padded)"
+            )
+        return plan
+    return _dense_plan(cp_group, local_tokens * cp_group.size(), batch, layout, conv_kernel_size)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A plan and what it was built from, to notice that it is stale."""
+
+    plan: ContextParallelPlan
+    group: "weakref.ref[dist.ProcessGroup]"
+    tensors: tuple[torch.Tensor | None, ...]
+    marks: tuple[Any, ...]
+
+    def fits(self, group: dist.ProcessGroup, tensors: tuple[torch.Tensor | None, ...]) -> bool:
+        return (
+            self.group() is group
+            and all(a is b for a, b in zip(self.tensors, tensors, strict=True))
+            and all(
+                _unchanged(t, mark) for t, mark in zip(self.tensors, self.marks, strict=True)
+            )
+        )
+
+
+class _Plans(dict[str, _Kept]):
+    """The plans of one micro-batch by layout; a copy or pickle of the micro-batch starts anew."""
+
+    def __reduce__(self) -> tuple[type["_Plans"], tuple[()]]:
+        return _Plans, ()
+
+
+def _packed_plan(
+    params: PackedSeqParams, group: dist.ProcessGroup, layout: str, conv_kernel_size: int
+) -> ContextParallelPlan:
+    kept: _Plans = params.__dict__.setdefault(_PLANS_ATTRIBUTE, _Plans())
+    tensors = (
+        params.cu_seqlens_q,
+        params.cu_seqlens_kv,
+        params.cu_seqlens_q_padded,
+        params.cu_seqlens_kv_padded,
+    )
+    entry = kept.get(layout)
+    if entry is not None and entry.fits(group, tensors):
+        return entry.plan
+    boundaries = resolve_cu_seqlens(params)
+    other = _side(params.cu_seqlens_kv_padded, params.cu_seqlens_kv)
+    if other is not boundaries and not torch.equal(boundaries, other):
+        raise ValueError(
+            f"q and kv boundaries differ: {boundaries.tolist()} and {other.tolist()}; linear "
+            "attention needs them equal"
+        )
+    plan = ContextParallelPlan.build(
+        boundaries, group, layout=layout, conv_kernel_size=conv_kernel_size
+    )
+    marks = tuple(_mark(t) for t in tensors)
+    kept[layout] = _Kept(plan, weakref.ref(group), tensors, marks)
+    return plan
+
+
+def _side(padded: torch.Tensor | None, real: torch.Tensor | None) -> torch.Tensor | None:
+    return real if padded is None else padded
+
+
+def _mark(tensor: torch.Tensor | None) -> Any:
+    """What shows later that the tensor was changed in place."""
+    if tensor is None:
+        return None
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    # Reading a device tensor would wait for it. Inference tensors count no versions: never reuse.
+    return object() if tensor.is_inference() else tensor._version
+
+
+def _unchanged(tensor: torch.Tensor | None, mark: Any) -> bool:
+    if tensor is None:
+        return True
+    if isinstance(mark, torch.Tensor):
+        return torch.equal(tensor, mark)
+    return not tensor.is_inference() and tensor._version == mark
+
+
+# Keyed by group first, weakly: the cache must not outlive, or keep alive, a process group.
+_dense_plans: "weakref.WeakKeyDictionary[dist.ProcessGroup, OrderedDict[Any, ContextParallelPlan]]"
+_dense_plans = weakref.WeakKeyDictionary()
+
+
+def _dense_plan(
+    group: dist.ProcessGroup, seq_len: int, batch: int, layout: str, conv_kernel_size: int
+) -> ContextParallelPlan:
+    plans = _dense_plans.setdefault(group, OrderedDict())
+    key = (seq_len, batch, layout)
+    if key not in plans:
+        plans[key] = ContextParallelPlan.build_dense(
+            seq_len, batch, group, layout=layout, conv_kernel_size=conv_kernel_size
+        )
+        if len(plans) > _MAX_DENSE_PLANS:
+            plans.popitem(last=False)
+    plans.move_to_end(key)
+    return plans[key]

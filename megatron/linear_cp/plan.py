@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything host-side about one micro-batch under one context-parallel group, built once."""
+
+import weakref
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from megatron.linear_cp.layout import (
+    TokenRanges,
+    check_boundaries,
+    dense_token_ranges,
+    rank_indices,
+    token_ranges,
+)
+from megatron.linear_cp.segments import HostTable, IntArray, Segments
+from megatron.linear_cp.routes import HaloRoute, StateRoute, build_halo_route, build_state_route
+
+_builds = 0
+
+
+def plan_builds() -> int:
+    """How many plans this process has built so far; a training step should add one per micro-batch."""
+    return _builds
+
+
+class ContextParallelPlan:
+    """Segments, conv-halo and state routes of one micro-batch under one context-parallel group.
+
+    Build it with :meth:`build` (packed input) or :meth:`build_dense` (SBHD input) once per
+    micro-batch and hand it to every layer. Routes are derived on first use and kept; their index
+    tables are copied to a device once, without a host sync.
+
+    Attributes:
+        boundaries: ``[S + 1]`` int64 global sequence boundaries (host).
+        layout: ``"zigzag"`` or ``"contiguous"``.
+        cp_size, cp_rank: size of the group and this process's rank in it.
+        segments: the runs of consecutive tokens that this rank stores, in storage order.
+    """
+
+    def __init__(
+        self,
+        ranges: TokenRanges,
+        boundaries: IntArray,
+        cp_group: dist.ProcessGroup | None,
+        layout: str,
+        conv_kernel_size: int,
+    ) -> None:
+        self.boundaries = boundaries
+        self.layout = layout
+        self.cp_size = 1 if cp_group is None else cp_group.size()
+        self.cp_rank = 0 if cp_group is None else cp_group.rank()
+        # Weak: a plan kept beside a micro-batch must not keep a destroyed group alive, which
+        # aborts the process at exit under gloo.
+        self._group = None if cp_group is None else weakref.ref(cp_group)
+        self._ranges = ranges
+        mine = ranges.rank == self.cp_rank
+        ends = np.cumsum(ranges.stop[mine] - ranges.start[mine])
+        self.segments = Segments(np.concatenate([[0], ends]))
+        self._halo_routes: dict[int, HaloRoute] = {}
+        self._state_routes: dict[int, StateRoute] = {}
+        self._conv_kernel_size = conv_kernel_size
+
+    @classmethod
+    def build(
+        cls,
+        cu_seqlens: torch.Tensor | npt.ArrayLike,
+        cp_group: dist.ProcessGroup | None,
+        *,
+        layout: str = "zigzag",
+        conv_kernel_size: int = 4,
+        device: torch.device | str | None = None,
+    ) -> "ContextParallelPlan":
+        """Plan of packed (THD) input.
+
+        Args:
+            cu_seqlens: ``[S + 1]`` integer boundaries of the whole packed buffer as stored, padding
+                included; a tensor on any device (read once, which waits for it) or host integers.
+            cp_group: context-parallel group of this micro-batch; None means one rank.
+            layout: how the ranks store the tokens, ``"zigzag"`` or ``"contiguous"``.
+            conv_kernel_size: taps of the causal convolution; its halo route is built at once,
+                others on demand.
+            device: copy the index tables to this device now instead of on first use.
+
+        Raises:
+            ValueError: unknown layout, malformed boundaries, or lengths that the layout cannot cut
+                over the group. The same on every rank that has the same boundaries.
+        """
+        if isinstance(cu_seqlens, torch.Tensor):
+            cu_seqlens = cu_seqlens.cpu().numpy()
+        boundaries = check_boundaries(cu_seqlens)
+        cp_size = 1 if cp_group is None else cp_group.size()
+        ranges = token_ranges(boundaries, cp_size, layout)
+        return cls(ranges, boundaries, cp_group, layout, conv_kernel_size)._built(device)
+
+    @classmethod
+    def build_dense(
+        cls,
+        seq_len: int,
+        batch: int,
+        cp_group: dist.ProcessGroup | None,
+        *,
+        layout: str = "zigzag",
+        conv_kernel_size: int = 4,
+        device: torch.device | str | None = None,
+    ) -> "ContextParallelPlan":
+        """Plan of dense (SBHD) input, whose samples are stored one after another.
+
+        Args:
+            seq_len: global tokens of a sample.
+            batch: samples in the micro-batch.
+            cp_group, layout, conv_kernel_size, device: as in :meth:`build`.
+
+        Raises:
+            ValueError: unknown layout, or a length that the layout cannot cut over the group.
+        """
+        cp_size = 1 if cp_group is None else cp_group.size()
+        ranges = dense_token_ranges(seq_len, batch, cp_size, layout)
+        boundaries = np.arange(batch + 1, dtype=np.int64) * seq_len
+        return cls(ranges, boundaries, cp_group, layout, conv_kernel_size)._built(device)
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup | None:
+        """The group the plan was built for, or None for one rank.
+
+        Raises:
+            RuntimeError: the group was destroyed since.
+        """
+        if self._group is None:
+            return None
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group of this plan was destroyed; build a new plan")
+        return group
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group, for code that runs only where tokens lie on several ranks."""
+        group = self.cp_group
+        if group is None:
+            raise RuntimeError("this plan covers one rank and has no process group")
+        return group
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens that this rank stores."""
+        return self.segments.num_tokens
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the whole micro-batch, padding included."""
+        return int(self.boundaries[-1])
+
+    @cached_property
+    def local_indices(self) -> HostTable:
+        """``[local_tokens]`` global positions of this rank's tokens, in storage order."""
+        return HostTable(rank_indices(self._ranges, self.cp_rank))
+
+    @cached_property
+    def gathered_indices(self) -> HostTable:
+        """``[total_tokens]`` global positions of all ranks' tokens, rank after rank."""
+        return HostTable(
+            np.concatenate([rank_indices(self._ranges, r) for r in range(self.cp_size)])
+        )
+
+    @cached_property
+    def global_order(self) -> HostTable:
+        """``[total_tokens]`` rows that put rank-after-rank tokens into global order."""
+        return HostTable(np.argsort(self.gathered_indices.array))
+
+    @cached_property
+    def segment_context(self) -> tuple[tuple[int, int], ...]:
+        """For each local segment, the global ``(sequence start, segment stop)``: what it may see."""
+        mine = self._ranges.rank == self.cp_rank
+        starts = self.boundaries[self._ranges.sequence[mine]]
+        return tuple(zip(starts.tolist(), self._ranges.stop[mine].tolist(), strict=True))
+
+    @cached_property
+    def full_plan(self) -> "ContextParallelPlan":
+        """The same sequences on one rank, for modes that bring them together."""
+        ranges = token_ranges(self.boundaries, 1, self.layout)
+        return ContextParallelPlan(
+            ranges, self.boundaries, None, self.layout, self._conv_kernel_size
+        )
+
+    def halo_route(self, width: int) -> HaloRoute:
+        """Route of the conv halo for a kernel of ``width`` taps, built once per width."""
+        if width not in self._halo_routes:
+            self._halo_routes[width] = build_halo_route(
+                self._ranges, self.boundaries, self.cp_rank, self.cp_size, width
+            )
+        return self._halo_routes[width]
+
+    def state_route(self, heads: int) -> StateRoute:
+        """Route of the state scan for ``heads`` value heads, built once per head count."""
+        if heads not in self._state_routes:
+            self._state_routes[heads] = build_state_route(
+                self._ranges, self.cp_rank, self.cp_size, heads
+            )
+        return self._state_routes[heads]
+
+    def _built(self, device: torch.device | str | None) -> "ContextParallelPlan":
+        """Count this plan, build its halo route now, and copy its tables where asked to."""
+        global _builds
+        _builds += 1
+        route = self.halo_route(self._conv_kernel_size)
+        if device is not None:
+            device = torch.device(device)
+            route.send_index.on(device)
+            route.gather_index.on(device)
+            self.segments.cu_seqlens(device)
+        return self
+
+
+@lru_cache(maxsize=64)
+def single_sequence_plan(tokens: int) -> ContextParallelPlan:
+    """Plan of one sequence of ``tokens`` on one rank: what the ops use when given no plan."""
+    return ContextParallelPlan.build([0, tokens], None)

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who sends which rows to whom: exchange routes derived from a table of token ranges.
+
+Every rank builds the routes of a micro-batch from the same table, so both ends of each message
+agree on its rows without asking each other. Rows of one message are ordered by the receiver's or
+sender's local position; all tables live on the host and are copied to a device once.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.linear_cp.layout import TokenRanges, expand_runs
+from megatron.linear_cp.segments import HostTable, IntArray
+
+
+@dataclass(frozen=True)
+class HaloRoute:
+    """How each local segment gets the ``width - 1`` tokens before it (the conv halo).
+
+    Attributes:
+        crosses: whether any rank needs a token of another; the same on every rank.
+        send_index: local tokens to send, grouped by destination; one token may go to several.
+        send_splits: rows for each rank.
+        recv_splits: rows from each rank.
+        gather_index: ``[N * (width - 1)]`` rows of ``[local tokens | received rows | one zero row]``
+            that make up the halos. The zero row stands for what lies before a sequence.
+    """
+
+    crosses: bool
+    send_index: HostTable
+    send_splits: tuple[int, ...]
+    recv_splits: tuple[int, ...]
+    gather_index: HostTable
+
+
+@dataclass(frozen=True)
+class StateRoute:
+    """How segment summaries reach the owner of their chain, and entry states come back.
+
+    A chain is the segments of one sequence in time order; a unit is one head of a chain of more
+    than one segment. Units of chains that cross ranks are dealt evenly over the ranks; a chain that
+    stays on one rank is owned there. Position ``p`` of a unit of ``n`` segments sends ``(A, b)``
+    if ``0 < p < n - 1`` ("middle"), ``b`` only if ``p == 0`` ("first"), nothing if ``p == n - 1``,
+    and gets an entry state if ``p > 0``.
+
+    Owned units are sorted by length, longest first, so that the units with a segment at position
+    ``p`` are a prefix. "State rows" list the entry states of position 1, then 2, ...; "middle
+    rows" the summaries in the same order. "Local rows" index ``[N * heads]``.
+
+    Attributes:
+        crosses: whether any chain spans ranks; the same on every rank. Without it, no collective.
+        middle_send, first_send: local rows whose summaries leave, grouped by owner.
+        middle_order, first_order: puts received summaries into owner order.
+        state_send, state_recv: state rows that leave an owner; local rows they arrive at.
+        state_order: puts gradients that came back along ``state_recv`` into state-row order.
+        grad_send, grad_recv: state rows whose gradient leaves an owner for the segment before.
+        units_at: ``units_at[p]`` owned units that have a position ``p + 1``.
+    """
+
+    crosses: bool
+    middle_send: HostTable
+    middle_send_splits: tuple[int, ...]
+    middle_recv_splits: tuple[int, ...]
+    middle_order: HostTable
+    first_send: HostTable
+    first_send_splits: tuple[int, ...]
+    first_recv_splits: tuple[int, ...]
+    first_order: HostTable
+    state_send: HostTable
+    state_send_splits: tuple[int, ...]
+    state_recv: HostTable
+    state_recv_splits: tuple[int, ...]
+    state_order: HostTable
+    grad_send: HostTable
+    grad_send_splits: tuple[int, ...]
+    grad_recv: HostTable
+    grad_recv_splits: tuple[int, ...]
+    units_at: tuple[int, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """No chain anywhere crosses ranks, and none here has a second segment."""
+        return not self.crosses and not self.units_at
+
+    def bytes_sent(self, rank: int, key_dim: int, value_dim: int, element_size: int = 4) -> int:
+        """Bytes that ``rank`` (the one this route was built for) sends, forward and backward.
+
+        Forward moves ``(A, b)`` or ``b`` to owners and entry states back; backward moves one
+        ``[key_dim, value_dim]`` gradient each way. Nothing depends on the sequence lengths.
+        """
+        state = key_dim * value_dim
+
+        def elsewhere(splits: tuple[int, ...]) -> int:
+            return sum(splits) - splits[rank]
+
+        elements = (
+            elsewhere(self.middle_send_splits) * (key_dim * key_dim + state)
+            + elsewhere(self.first_send_splits) * state
+            + elsewhere(self.state_send_splits) * state
+            + elsewhere(self.state_recv_splits) * state
+            + elsewhere(self.grad_send_splits) * state
+        )
+        return elements * element_size
+
+
+def build_halo_route(
+    ranges: TokenRanges, boundaries: IntArray, cp_rank: int, cp_size: int, width: int
+) -> HaloRoute:
+    """Route of the conv halo for a kernel of ``width`` taps; see :class:`HaloRoute`."""
+    local_tokens = int((ranges.stop - ranges.start)[ranges.rank == cp_rank].sum())
+    by_start = np.argsort(ranges.start, kind="stable")
+    # wanted[j, i]: the token that segment j reads at tap i before its own first token.
+    wanted = ranges.start[:, None] + np.arange(1 - width, 0, dtype=np.int64)[None, :]
+    inside = wanted >= boundaries[ranges.sequence][:, None]
+    holder = by_start[np.searchsorted(ranges.start[by_start], np.where(inside, wanted, 0), "right") - 1]
+    source = ranges.rank[holder]
+    position = ranges.offset[holder] + wanted - ranges.start[holder]
+    target = np.broadcast_to(ranges.rank[:, None], wanted.shape)
+    remote = inside & (source != target)
+
+    def unique_tokens(mine: np.ndarray, peer: IntArray) -> IntArray:
+        """[M, 2] sorted distinct (peer, global token) pairs: a token is sent once per receiver."""
+        pairs = np.stack([peer[mine], wanted[mine]], axis=1)
+        return np.unique(pairs, axis=0) if len(pairs) else pairs
+
+    sent = unique_tokens(remote & (source == cp_rank), target)
+    received = unique_tokens(remote & (target == cp_rank), source)
+
+    here = ranges.rank == cp_rank
+    zero_row = local_tokens + len(received)
+    rows = np.full(wanted[here].shape, zero_row, dtype=np.int64)
+    own = inside[here] & ~remote[here]
+    rows[own] = position[here][own]
+    far = remote[here]
+    # `received` is sorted by (source, token) and so is any key that keeps sources apart.
+    stride = int(boundaries[-1]) + 1
+    keys = received[:, 0] * stride + received[:, 1]
+    rows[far] = local_tokens + np.searchsorted(keys, source[here][far] * stride + wanted[here][far])
+
+    # Global token -> local position on this rank.
+    local_globals = expand_runs(ranges.start[here], ranges.stop[here])
+    order = np.argsort(local_globals)
+    send_index = order[np.searchsorted(local_globals[order], sent[:, 1])]
+    return HaloRoute(
+        crosses=bool(remote.any()),
+        send_index=HostTable(send_index),
+        send_splits=_splits(sent[:, 0], cp_size),
+        recv_splits=_splits(received[:, 0], cp_size),
+        gather_index=HostTable(rows.ravel()),
+    )
+
+
+def build_state_route(ranges: TokenRanges, cp_rank: int, cp_size: int, heads: int) -> StateRoute:
+    """Route of the state scan for ``heads`` value heads; see :class:`StateRoute`."""
+    by_start = np.argsort(ranges.start, kind="stable")
+    sequence, rank = ranges.sequence[by_start], ranges.rank[by_start]
+    local = _local_index(ranges.rank)[by_start]
+    opens = np.ones(len(sequence), dtype=bool)
+    opens[1:] = sequence[1:] != sequence[:-1]
+    chain = np.cumsum(opens) - 1
+    count = np.bincount(chain, minlength=1)
+    first = np.flatnonzero(opens)
+    position = np.arange(len(chain)) - first[chain] if len(chain) else chain
+    away = rank != rank[first[chain]] if len(chain) else opens
+    crossing = np.bincount(chain, weights=away, minlength=1) > 0
+
+    # One row per (segment of a chain of several, head).
+    several = np.flatnonzero(count[chain] > 1) if len(chain) else np.zeros(0, dtype=np.int64)
+    segment = np.repeat(several, heads)
+    head = np.tile(np.arange(heads, dtype=np.int64), len(several))
+    units = int(crossing.sum()) * heads
+    unit = (np.cumsum(crossing) - 1)[chain[segment]] * heads + head
+    owner = np.where(
+        crossing[chain[segment]], unit * cp_size // max(units, 1), rank[segment]
+    )
+    row_rank, row_local, row_position = rank[segment], local[segment] * heads + head, position[segment]
+    row_count = count[chain[segment]]
+    sends = row_position < row_count - 1
+    middle = sends & (row_position > 0)
+    opening = sends & (row_position == 0)
+    gets = row_position > 0
+
+    # Slots of the units this rank owns: longest chain first.
+    owned = owner == cp_rank
+    unit_key = chain[segment] * heads + head
+    owned_first = np.flatnonzero(owned & opening)
+    slot_order = owned_first[np.argsort(-row_count[owned_first], kind="stable")]
+    slot_key = unit_key[slot_order]
+    by_key = np.argsort(slot_key)
+
+    def slots(rows: IntArray) -> IntArray:
+        return by_key[np.searchsorted(slot_key[by_key], unit_key[rows])]
+
+    longest = int(row_count[slot_order].max()) if len(slot_order) else 0
+    units_at = tuple(int((row_count[slot_order] > p).sum()) for p in range(1, longest))
+    state_start = np.concatenate([[0], np.cumsum(units_at)]).astype(np.int64)
+    middle_start = np.concatenate([[0], np.cumsum(units_at[1:])]).astype(np.int64)
+
+    def leaving(mask: np.ndarray) -> tuple[HostTable, tuple[int, ...]]:
+        rows = np.flatnonzero(mask & (row_rank == cp_rank))
+        rows = rows[np.lexsort((row_local[rows], owner[rows]))]
+        return HostTable(row_local[rows]), _splits(owner[rows], cp_size)
+
+    def arriving(mask: np.ndarray) -> tuple[IntArray, tuple[int, ...]]:
+        rows = np.flatnonzero(mask & owned)
+        rows = rows[np.lexsort((row_local[rows], row_rank[rows]))]
+        return rows, _splits(row_rank[rows], cp_size)
+
+    middle_send, middle_send_splits = leaving(middle)
+    first_send, first_send_splits = leaving(opening)
+    state_recv, state_recv_splits = leaving(gets)
+    grad_recv, grad_recv_splits = leaving(sends)
+    middle_rows, middle_recv_splits = arriving(middle)
+    first_rows, first_recv_splits = arriving(opening)
+    state_rows, state_send_splits = arriving(gets)
+    grad_rows, grad_send_splits = arriving(sends)
+
+    middle_place = middle_start[row_position[middle_rows] - 1] + slots(middle_rows)
+    state_place = state_start[row_position[state_rows] - 1] + slots(state_rows)
+    # The segment at position p feeds the entry state of position p + 1: state row (p + 1, slot).
+    grad_place = state_start[row_position[grad_rows]] + slots(grad_rows)
+    return StateRoute(
+        crosses=bool(crossing.any()),
+        middle_send=middle_send,
+        middle_send_splits=middle_send_splits,
+        middle_recv_splits=middle_recv_splits,
+        middle_order=HostTable(np.argsort(middle_place)),
+        first_send=first_send,
+        first_send_splits=first_send_splits,
+        first_recv_splits=first_recv_splits,
+        first_order=HostTable(np.argsort(slots(first_rows))),
+        state_send=HostTable(state_place),
+        state_send_splits=state_send_splits,
+        state_recv=state_recv,
+        state_recv_splits=state_recv_splits,
+        state_order=HostTable(np.argsort(state_place)),
+        grad_send=HostTable(grad_place),
+        grad_send_splits=grad_send_splits,
+        grad_recv=grad_recv,
+        grad_recv_splits=grad_recv_splits,
+        units_at=units_at,
+    )
+
+
+def _splits(ranks: IntArray, cp_size: int) -> tuple[int, ...]:
+    return tuple(np.bincount(ranks, minlength=cp_size).tolist())
+
+
+def _local_index(rank: IntArray) -> IntArray:
+    """Index of each segment among its rank's segments; ``rank`` is sorted."""
+    return np.arange(len(rank), dtype=np.int64) - np.searchsorted(rank, rank, side="left")

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host tables about one micro-batch, and their device copies, made once and without a sync."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+T = TypeVar("T")
+IntArray = npt.NDArray[np.int64]
+
+
+def to_device(array: IntArray, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Copy a host table to ``device`` without waiting for the device."""
+    table = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
+    if device.type == "cpu":
+        return table
+    if device.type == "cuda":
+        table = table.pin_memory()
+    return table.to(device, non_blocking=True)
+
+
+class HostTable:
+    """An integer table on the host and one copy of it per device that asked for one."""
+
+    __slots__ = ("_copies", "array")
+
+    def __init__(self, array: npt.ArrayLike) -> None:
+        self.array: IntArray = np.asarray(array, dtype=np.int64)
+        self._copies: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def on(self, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """The table as a tensor on ``device``; later calls return the same tensor."""
+        key = (device, dtype)
+        if key not in self._copies:
+            self._copies[key] = to_device(self.array, device, dtype)
+        return self._copies[key]
+
+
+class Segments:
+    """Runs of consecutive tokens stored back to back in a ``[1, T, ...]`` tensor.
+
+    This is all a kernel backend learns about a micro-batch: where each run starts. A run has at
+    least one token; its entry state and conv halo are given to the kernel as tensors.
+
+    Args:
+        boundaries: ``[N + 1]`` token offsets, from 0, strictly increasing; ``N`` may be 0.
+    """
+
+    def __init__(self, boundaries: Sequence[int] | IntArray) -> None:
+        table = HostTable(np.asarray(boundaries, dtype=np.int64))
+        offsets = table.array
+        if offsets.ndim != 1 or len(offsets) == 0 or offsets[0] != 0 or np.any(np.diff(offsets) <= 0):
+            raise ValueError(
+                f"segment boundaries must start at 0 and strictly increase, got {offsets.tolist()}"
+            )
+        self._table = table
+        self._cache: dict[Hashable, object] = {}
+
+    @property
+    def boundaries(self) -> IntArray:
+        """``[N + 1]`` int64 token offsets on the host."""
+        return self._table.array
+
+    @property
+    def lengths(self) -> IntArray:
+        """``[N]`` int64 token counts on the host."""
+        return np.diff(self._table.array)
+
+    @property
+    def num_segments(self) -> int:
+        return len(self._table) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._table.array[-1])
+
+    def cu_seqlens(self, device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        """The boundaries as a tensor on ``device``, copied once."""
+        return self._table.on(device, dtype)
+
+    def cached(self, key: Hashable, build: Callable[[], T]) -> T:
+        """A table that a backend derives from the boundaries, built on first use and then kept."""
+        if key not in self._cache:
+            self._cache[key] = build()
+        return cast(T, self._cache[key])

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exchange routes, run over all ranks in one process: what arrives is what the maths asks for."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.linear_cp.layout import TokenRanges, rank_indices, token_ranges
+from megatron.linear_cp.routes import (
+    HaloRoute,
+    StateRoute,
+    build_halo_route,
+    build_state_route,
+)
+
+
+def deliver(sent: list[list[np.ndarray]]) -> list[np.ndarray]:
+    """All-to-all on the host: ``sent[source][target]`` arrives at ``target`` in source order."""
+    ranks = range(len(sent))
+    return [np.concatenate([sent[source][target] for source in ranks]) for target in ranks]
+
+
+def cut(rows: np.ndarray, splits: tuple[int, ...]) -> list[np.ndarray]:
+    return np.split(rows, np.cumsum(splits)[:-1])
+
+
+def check_halo(ranges: TokenRanges, cu: list[int], cp: int, width: int) -> None:
+    routes: list[HaloRoute] = [
+        build_halo_route(ranges, np.array(cu), rank, cp, width) for rank in range(cp)
+    ]
+    own = [rank_indices(ranges, rank) for rank in range(cp)]
+    arrived = deliver(
+        [cut(own[r][routes[r].send_index.array], routes[r].send_splits) for r in range(cp)]
+    )
+    for rank, route in enumerate(routes):
+        assert len(arrived[rank]) == sum(route.recv_splits)
+        rows = np.concatenate([own[rank], arrived[rank], [-1]])
+        mine = ranges.rank == rank
+        halos = rows[route.gather_index.array].reshape(mine.sum(), width - 1)
+        for halo, start, seq in zip(halos, ranges.start[mine], ranges.sequence[mine], strict=True):
+            wanted = [t if t >= cu[seq] else -1 for t in range(start - width + 1, start)]
+            assert halo.tolist() == wanted
+        # A token is sent at most once to a rank, however many halos it feeds there.
+        for block in cut(arrived[rank], route.recv_splits):
+            assert len(np.unique(block)) == len(block)
+
+
+def check_states(ranges: TokenRanges, cp: int, heads: int) -> None:
+    """Compose scalar affine maps along every chain through the routes, and by hand."""
+    rng = np.random.default_rng(0)
+    n = len(ranges.start)
+    a, b = rng.normal(size=(n, heads)), rng.normal(size=(n, heads))
+    entry, exit_grad, c = (np.zeros((n, heads)) for _ in range(3))
+    c[:] = rng.normal(size=(n, heads))
+    for sequence in np.unique(ranges.sequence):
+        chain = np.flatnonzero(ranges.sequence == sequence)
+        chain = chain[np.argsort(ranges.start[chain])]
+        for before, after in zip(chain, chain[1:], strict=False):
+            entry[after] = a[before] * entry[before] + b[before]
+        for before, after in zip(chain[-2::-1], chain[:0:-1], strict=False):
+            exit_grad[before] = a[after] * exit_grad[after] + c[after]
+
+    routes: list[StateRoute] = [build_state_route(ranges, r, cp, heads) for r in range(cp)]
+    local = [np.flatnonzero(ranges.rank == r) for r in range(cp)]
+
+    def rows(table: np.ndarray, rank: int) -> np.ndarray:
+        return table[local[rank]].ravel()
+
+    def send(table: np.ndarray, index: str, splits: str) -> list[np.ndarray]:
+        return deliver(
+            [
+                cut(rows(table, r)[getattr(routes[r], index).array], getattr(routes[r], splits))
+                for r in range(cp)
+            ]
+        )
+
+    middle_a = send(a, "middle_send", "middle_send_splits")
+    middle_b = send(b, "middle_send", "middle_send_splits")
+    first_b = send(b, "first_send", "first_send_splits")
+    grads = send(c, "state_recv", "state_recv_splits")
+    states, totals = [], []
+    for r, route in enumerate(routes):
+        ma, mb = middle_a[r][route.middle_order.array], middle_b[r][route.middle_order.array]
+        state = np.zeros(sum(route.units_at))
+        first = first_b[r][route.first_order.array]
+        state[: len(first)] = first
+        done = taken = 0
+        for now, following in zip(route.units_at, route.units_at[1:], strict=False):
+            here = slice(taken, taken + following)
+            state[done + now : done + now + following] = (
+                ma[here] * state[done : done + following] + mb[here]
+            )
+            done, taken = done + now, taken + following
+        total = grads[r][route.state_order.array]
+        done, taken = len(total), len(ma)
+        for now, following in zip(route.units_at[-2::-1], route.units_at[:0:-1], strict=False):
+            begin = done - following
+            total[begin - now : begin - now + following] += (
+                ma[taken - following : taken] * total[begin:done]
+            )
+            done, taken = begin, taken - following
+        states.append(state)
+        totals.append(total)
+
+    back = deliver(
+        [cut(states[r][routes[r].state_send.array], routes[r].state_send_splits) for r in range(cp)]
+    )
+    down = deliver(
+        [cut(totals[r][routes[r].grad_send.array], routes[r].grad_send_splits) for r in range(cp)]
+    )
+    for r, route in enumerate(routes):
+        got_entry, got_exit = np.zeros(len(local[r]) * heads), np.zeros(len(local[r]) * heads)
+        got_entry[route.state_recv.array] = back[r]
+        got_exit[route.grad_recv.array] = down[r]
+        np.testing.assert_allclose(got_entry, rows(entry, r), atol=1e-12)
+        np.testing.assert_allclose(got_exit, rows(exit_grad, r), atol=1e-12)
+        # Every rank owns its even share of the units that cross.
+    crossing = sum(route.units_at[0] if route.units_at else 0 for route in routes)
+    for route in routes:
+        owned = route.units_at[0] if route.units_at else 0
+        assert owned in (crossing // cp, -(-crossing // cp))
+
+
+lengths_strategy = st.lists(st.integers(0, 4), min_size=1, max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=lengths_strategy,
+    cp=st.integers(1, 5),
+    layout=st.sampled_from(["zigzag", "contiguous"]),
+    width=st.integers(1, 7),
+)
+def test_halo_route(lengths: list[int], cp: int, layout: str, width: int) -> None:
+    scale = 2 * cp if layout == "zigzag" else 3
+    lengths = [n * scale for n in lengths]
+    lengths[-1] += -sum(lengths) % cp
+    cu = [0, *np.cumsum(lengths).tolist()]
+    check_halo(token_ranges(cu, cp, layout), cu, cp, width)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=lengths_strategy,
+    cp=st.integers(1, 5),
+    layout=st.sampled_from(["zigzag", "contiguous"]),
+    heads=st.integers(1, 5),
+)
+def test_state_route(lengths: list[int], cp: int, layout: str, heads: int) -> None:
+    scale = 2 * cp if layout == "zigzag" else 3
+    lengths = [n * scale for n in lengths]
+    lengths[-1] += -sum(lengths) % cp
+    cu = [0, *np.cumsum(lengths).tolist()]
+    check_states(token_ranges(cu, cp, layout), cp, heads)
+
+
+def test_cut_on_a_sequence_end_needs_no_collective() -> None:
+    ranges = token_ranges([0, 64, 128], 2, "contiguous")
+    for rank in range(2):
+        assert not build_halo_route(ranges, np.array([0, 64, 128]), rank, 2, 4).crosses
+        route = build_state_route(ranges, rank, 2, 4)
+        assert not route.crosses
+        assert route.is_empty
+        assert route.bytes_sent(rank, 128, 128) == 0
+
+
+def test_chain_of_several_segments_on_one_rank_stays_there() -> None:
+    """Any table of token ranges: here rank 0 holds both ends of a row whose middle nobody cut."""
+    ranges = TokenRanges(
+        sequence=np.array([0, 0, 1]),
+        start=np.array([4, 0, 8]),
+        stop=np.array([8, 4, 16]),
+        rank=np.array([0, 0, 1]),
+        offset=np.array([0, 4, 0]),
+    )
+    check_halo(ranges, [0, 8, 16], 2, 4)
+    route = build_state_route(ranges, 0, 2, 3)
+    assert not route.crosses
+    assert route.units_at == (3,)
+    assert build_state_route(ranges, 1, 2, 3).is_empty
+
+
+@pytest.mark.parametrize(("cp", "sequences"), [(2, 1), (4, 1), (8, 1), (16, 1), (8, 8), (16, 8)])
+def test_scan_bytes_do_not_depend_on_length_and_stay_bounded(cp: int, sequences: int) -> None:
+    heads, key_dim, value_dim = 32, 128, 128
+    sent = {}
+    for scale in (1, 64):
+        cu = (np.arange(sequences + 1) * 2 * cp * scale).tolist()
+        ranges = token_ranges(cu, cp, "zigzag")
+        sent[scale] = [
+            build_state_route(ranges, r, cp, heads).bytes_sent(r, key_dim, value_dim)
+            for r in range(cp)
+        ]
+    assert sent[1] == sent[64]
+    # Design bound: two segments a sequence and rank, summary out and state back, both directions.
+    wide, state = key_dim * (key_dim + value_dim), key_dim * value_dim
+    bound = 2 * sequences * heads * ((wide + state) + 2 * state) * 4
+    assert max(sent[1]) <= bound * 1.05
+    assert torch.tensor(sent[1]).float().mean() > 0.2 * bound
