@@ -1,0 +1,45 @@
+# Developer entry points. Each makes or brings up to date .venv first (tools/bootstrap.sh).
+
+SHELL := /bin/bash
+PY := .venv/bin/python
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test pytest lint format lock clean distclean
+
+# DATA and ARGS reach the shell through the environment, so any file name works.
+export DATA ARGS LOCK_ARGS
+# The tests start several processes a core; more threads in each only slow them down.
+lint pytest: export OMP_NUM_THREADS ?= 1
+
+help: ## show this list
+	@echo "make [target]; PYTHON=/path/to/python3.12 chooses the Python"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: ## make or bring up to date .venv
+	@tools/bootstrap.sh
+
+demo: venv ## train the small hybrid under every CP mode (DATA=file: your own .txt or .jsonl)
+	@$(PY) examples/train_hybrid/train.py $${DATA:+--data "$$DATA"}
+
+test: lint pytest ## lint, types and tests: what CI runs
+
+pytest: venv ## the tests alone (ARGS="-k scan" is passed on)
+	@$(PY) -m pytest $$ARGS
+
+lint: venv ## ruff, formatting and mypy, changing nothing
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+format: venv ## fix what ruff can fix, and format
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+lock: ## resolve requirements/lock.txt again (LOCK_ARGS="--upgrade" for newer versions)
+	@tools/lock.sh
+
+clean: ## remove caches and build results, keep .venv
+	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find . -path ./.venv -prune -o -path ./.git -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+
+distclean: clean ## remove .venv as well
+	@rm -rf .venv .venv.lock
