@@ -51,7 +51,10 @@ def count_traffic() -> Iterator[Traffic]:
 
 
 def exchange_rows(
-    x: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int], group: dist.ProcessGroup
+    x: torch.Tensor,
+    send_splits: Sequence[int],
+    recv_splits: Sequence[int],
+    group: dist.ProcessGroup,
 ) -> torch.Tensor:
     """All-to-all of rows with uneven splits; not differentiable.
 
@@ -74,7 +77,10 @@ def exchange_rows(
 
 
 def all_to_all_rows(
-    x: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int], group: dist.ProcessGroup
+    x: torch.Tensor,
+    send_splits: Sequence[int],
+    recv_splits: Sequence[int],
+    group: dist.ProcessGroup,
 ) -> torch.Tensor:
     """Differentiable :func:`exchange_rows`; backward sends each gradient row back."""
     out: torch.Tensor = _AllToAllRows.apply(x, tuple(send_splits), tuple(recv_splits), group)

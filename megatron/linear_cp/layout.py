@@ -183,9 +183,7 @@ def _finish(sequence: IntArray, start: IntArray, stop: IntArray, rank: IntArray)
     full = stop > start
     sequence, start, stop, rank = sequence[full], start[full], stop[full], rank[full]
     opens = np.ones(len(start), dtype=bool)
-    opens[1:] = (
-        (rank[1:] != rank[:-1]) | (sequence[1:] != sequence[:-1]) | (start[1:] != stop[:-1])
-    )
+    opens[1:] = (rank[1:] != rank[:-1]) | (sequence[1:] != sequence[:-1]) | (start[1:] != stop[:-1])
     closes = np.append(opens[1:], True)[: len(start)]
     sequence, start, rank, stop = sequence[opens], start[opens], rank[opens], stop[closes]
     end = np.cumsum(stop - start)

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-
 from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron.linear_cp.layout import check_boundaries
 from megatron.linear_cp.plan import ContextParallelPlan
 
 _PLANS_ATTRIBUTE = "_linear_cp_plans"
@@ -20,7 +22,8 @@ _MAX_DENSE_PLANS = 32
 @cache
 def single_rank_group() -> dist.ProcessGroup:
     """A group of this process alone. It has no backend: there is nobody to talk to."""
-    return dist.ProcessGroup(0, 1)
+    # Its stubs ask for a store; the class itself offers this constructor too.
+    return dist.ProcessGroup(0, 1)  # type: ignore[call-arg]
 
 
 def is_packed(packed_seq_params: PackedSeqParams | None) -> bool:
@@ -80,7 +83,7 @@ def resolve_cu_seqlens(packed_seq_params: PackedSeqParams) -> torch.Tensor:
         ``[S + 1]`` integer tensor, as the micro-batch holds it.
 
     Raises:
-        ValueError: boundaries missing, or padded boundaries on one side of q and kv only.
+        ValueError: boundaries missing, or q and kv boundaries that differ.
     """
     query = _side(packed_seq_params.cu_seqlens_q_padded, packed_seq_params.cu_seqlens_q)
     key = _side(packed_seq_params.cu_seqlens_kv_padded, packed_seq_params.cu_seqlens_kv)
@@ -94,6 +97,11 @@ def resolve_cu_seqlens(packed_seq_params: PackedSeqParams) -> torch.Tensor:
         raise ValueError(
             f"packed (thd) input has no {missing}; linear attention needs q and kv boundaries, "
             "and needs them equal"
+        )
+    if query is not key and not torch.equal(query, key):
+        raise ValueError(
+            f"q and kv boundaries differ: {query.tolist()} and {key.tolist()}; linear attention "
+            "needs them equal"
         )
     return query
 
@@ -129,8 +137,8 @@ def plan_for(
     if packed_seq_params is not None and is_packed(packed_seq_params):
         if batch != 1:
             raise ValueError(
-                f"packed (thd) input must have a batch of 1, got {batch}: pack the samples into one "
-                "buffer with boundaries between them"
+                f"packed (thd) input must have a batch of 1, got {batch}: pack the samples into "
+                "one buffer with boundaries between them"
             )
         plan = _packed_plan(packed_seq_params, cp_group, layout, conv_kernel_size)
         if plan.total_tokens != local_tokens * cp_group.size():
@@ -157,9 +165,7 @@ class _Kept:
         return (
             self.group() is group
             and all(a is b for a, b in zip(self.tensors, tensors, strict=True))
-            and all(
-                _unchanged(t, mark) for t, mark in zip(self.tensors, self.marks, strict=True)
-            )
+            and all(_unchanged(t, mark) for t, mark in zip(self.tensors, self.marks, strict=True))
         )
 
 
@@ -184,18 +190,35 @@ def _packed_plan(
     if entry is not None and entry.fits(group, tensors):
         return entry.plan
     boundaries = resolve_cu_seqlens(params)
-    other = _side(params.cu_seqlens_kv_padded, params.cu_seqlens_kv)
-    if other is not boundaries and not torch.equal(boundaries, other):
-        raise ValueError(
-            f"q and kv boundaries differ: {boundaries.tolist()} and {other.tolist()}; linear "
-            "attention needs them equal"
-        )
+    _check_real_boundaries(params)
     plan = ContextParallelPlan.build(
         boundaries, group, layout=layout, conv_kernel_size=conv_kernel_size
     )
     marks = tuple(_mark(t) for t in tensors)
     kept[layout] = _Kept(plan, weakref.ref(group), tensors, marks)
     return plan
+
+
+def _check_real_boundaries(params: PackedSeqParams) -> None:
+    """Raise ``ValueError`` unless every real sequence fits the room it is stored in."""
+    for side in ("q", "kv"):
+        padded = getattr(params, f"cu_seqlens_{side}_padded")
+        real = getattr(params, f"cu_seqlens_{side}")
+        if padded is None or real is None or padded is real:
+            continue
+        stored, lengths = (check_boundaries(x.cpu().numpy()) for x in (padded, real))
+        if len(stored) != len(lengths):
+            raise ValueError(
+                f"cu_seqlens_{side} has {len(lengths) - 1} sequences but cu_seqlens_{side}_padded "
+                f"has {len(stored) - 1}; they must describe the same sequences"
+            )
+        over = np.flatnonzero(np.diff(lengths) > np.diff(stored))
+        if over.size:
+            i = int(over[0])
+            raise ValueError(
+                f"cu_seqlens_{side}: sequence {i} has {np.diff(lengths)[i]} tokens but "
+                f"cu_seqlens_{side}_padded gives it room for {np.diff(stored)[i]}"
+            )
 
 
 def _side(padded: torch.Tensor | None, real: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything host-side about one micro-batch under one context-parallel group, built once."""
 
+import os
 import weakref
 from functools import cached_property, lru_cache
 
@@ -16,14 +17,15 @@ from megatron.linear_cp.layout import (
     rank_indices,
     token_ranges,
 )
-from megatron.linear_cp.segments import HostTable, IntArray, Segments
 from megatron.linear_cp.routes import HaloRoute, StateRoute, build_halo_route, build_state_route
+from megatron.linear_cp.segments import HostTable, IntArray, Segments
 
+CHECK_PEERS_VARIABLE = "LINEAR_CP_CHECK_PEERS"
 _builds = 0
 
 
 def plan_builds() -> int:
-    """How many plans this process has built so far; a training step should add one per micro-batch."""
+    """How many plans this process has built so far; a micro-batch should add one."""
     return _builds
 
 
@@ -87,10 +89,14 @@ class ContextParallelPlan:
 
         Raises:
             ValueError: unknown layout, malformed boundaries, or lengths that the layout cannot cut
-                over the group. The same on every rank that has the same boundaries.
+                over the group. The same on every rank that has the same boundaries. Whether all
+                ranks have the same is checked, at the price of a collective per plan, where the
+                environment variable ``LINEAR_CP_CHECK_PEERS`` is 1.
         """
         if isinstance(cu_seqlens, torch.Tensor):
             cu_seqlens = cu_seqlens.cpu().numpy()
+        if os.environ.get(CHECK_PEERS_VARIABLE) == "1":
+            _check_peers(np.asarray(cu_seqlens).tolist(), cp_group)
         boundaries = check_boundaries(cu_seqlens)
         cp_size = 1 if cp_group is None else cp_group.size()
         ranges = token_ranges(boundaries, cp_size, layout)
@@ -173,7 +179,7 @@ class ContextParallelPlan:
 
     @cached_property
     def segment_context(self) -> tuple[tuple[int, int], ...]:
-        """For each local segment, the global ``(sequence start, segment stop)``: what it may see."""
+        """Global ``(sequence start, segment stop)`` of each local segment: what it may see."""
         mine = self._ranges.rank == self.cp_rank
         starts = self.boundaries[self._ranges.sequence[mine]]
         return tuple(zip(starts.tolist(), self._ranges.stop[mine].tolist(), strict=True))
@@ -213,6 +219,21 @@ class ContextParallelPlan:
             route.gather_index.on(device)
             self.segments.cu_seqlens(device)
         return self
+
+
+def _check_peers(boundaries: list[int], group: dist.ProcessGroup | None) -> None:
+    """Raise ``ValueError`` on every rank of the group if one has other boundaries than rank 0."""
+    if group is None or group.size() == 1:
+        return
+    everyone: list[list[int]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(everyone, boundaries, group=group)
+    odd = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+    if odd:
+        raise ValueError(
+            f"the ranks of one context-parallel group have different cu_seqlens: rank 0 has "
+            f"{everyone[0]}, rank {odd[0]} has {everyone[odd[0]]}; every rank of a group must be "
+            "given the same micro-batch"
+        )
 
 
 @lru_cache(maxsize=64)

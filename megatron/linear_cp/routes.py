@@ -23,7 +23,7 @@ class HaloRoute:
         send_index: local tokens to send, grouped by destination; one token may go to several.
         send_splits: rows for each rank.
         recv_splits: rows from each rank.
-        gather_index: ``[N * (width - 1)]`` rows of ``[local tokens | received rows | one zero row]``
+        gather_index: ``[N * (width - 1)]`` rows of ``[local tokens | received rows | a zero row]``
             that make up the halos. The zero row stands for what lies before a sequence.
     """
 
@@ -113,7 +113,9 @@ def build_halo_route(
     # wanted[j, i]: the token that segment j reads at tap i before its own first token.
     wanted = ranges.start[:, None] + np.arange(1 - width, 0, dtype=np.int64)[None, :]
     inside = wanted >= boundaries[ranges.sequence][:, None]
-    holder = by_start[np.searchsorted(ranges.start[by_start], np.where(inside, wanted, 0), "right") - 1]
+    holder = by_start[
+        np.searchsorted(ranges.start[by_start], np.where(inside, wanted, 0), "right") - 1
+    ]
     source = ranges.rank[holder]
     position = ranges.offset[holder] + wanted - ranges.start[holder]
     target = np.broadcast_to(ranges.rank[:, None], wanted.shape)
@@ -171,10 +173,12 @@ def build_state_route(ranges: TokenRanges, cp_rank: int, cp_size: int, heads: in
     head = np.tile(np.arange(heads, dtype=np.int64), len(several))
     units = int(crossing.sum()) * heads
     unit = (np.cumsum(crossing) - 1)[chain[segment]] * heads + head
-    owner = np.where(
-        crossing[chain[segment]], unit * cp_size // max(units, 1), rank[segment]
+    owner = np.where(crossing[chain[segment]], unit * cp_size // max(units, 1), rank[segment])
+    row_rank, row_local, row_position = (
+        rank[segment],
+        local[segment] * heads + head,
+        position[segment],
     )
-    row_rank, row_local, row_position = rank[segment], local[segment] * heads + head, position[segment]
     row_count = count[chain[segment]]
     sends = row_position < row_count - 1
     middle = sends & (row_position > 0)

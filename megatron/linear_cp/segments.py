@@ -12,7 +12,9 @@ T = TypeVar("T")
 IntArray = npt.NDArray[np.int64]
 
 
-def to_device(array: IntArray, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+def to_device(
+    array: IntArray, device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
     """Copy a host table to ``device`` without waiting for the device."""
     table = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
     if device.type == "cpu":
@@ -55,7 +57,12 @@ class Segments:
     def __init__(self, boundaries: Sequence[int] | IntArray) -> None:
         table = HostTable(np.asarray(boundaries, dtype=np.int64))
         offsets = table.array
-        if offsets.ndim != 1 or len(offsets) == 0 or offsets[0] != 0 or np.any(np.diff(offsets) <= 0):
+        if (
+            offsets.ndim != 1
+            or len(offsets) == 0
+            or offsets[0] != 0
+            or np.any(np.diff(offsets) <= 0)
+        ):
             raise ValueError(
                 f"segment boundaries must start at 0 and strictly increase, got {offsets.tolist()}"
             )
@@ -74,10 +81,12 @@ class Segments:
 
     @property
     def num_segments(self) -> int:
+        """``N``."""
         return len(self._table) - 1
 
     @property
     def num_tokens(self) -> int:
+        """``T``."""
         return int(self._table.array[-1])
 
     def cu_seqlens(self, device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -23,10 +23,15 @@ TABLES = json.loads((CASES / "layout_tables.json").read_text())["tables"]
 REFUSED = json.loads((CASES / "packed_rows.json").read_text())["refused"]
 
 
-@pytest.mark.parametrize("case", TABLES, ids=lambda c: f"{c['layout']}-{c['cu_seqlens']}-{c['rank']}")
+@pytest.mark.parametrize(
+    "case", TABLES, ids=lambda c: f"{c['layout']}-{c['cu_seqlens']}-{c['rank']}"
+)
 def test_table(case: dict) -> None:
     indices = get_thd_context_parallel_rank_indices(
-        torch.tensor(case["cu_seqlens"], dtype=torch.int32), case["cp"], case["rank"], case["layout"]
+        torch.tensor(case["cu_seqlens"], dtype=torch.int32),
+        case["cp"],
+        case["rank"],
+        case["layout"],
     )
     assert indices.dtype == torch.int64
     assert indices.tolist() == [i for a, b in case["spans"] for i in range(a, b)]
@@ -123,7 +128,10 @@ def test_segments_are_maximal_runs_of_one_sequence(
         assert (stop <= bounds[seq + 1]).all()
         touching = (start[1:] == stop[:-1]) & (seq[1:] == seq[:-1])
         assert not touching.any()
-        assert ranges.offset[mine].tolist() == [0, *np.cumsum(stop - start)[:-1].tolist()][: mine.sum()]
+        assert (
+            ranges.offset[mine].tolist()
+            == [0, *np.cumsum(stop - start)[:-1].tolist()][: mine.sum()]
+        )
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])

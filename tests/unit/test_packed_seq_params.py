@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
 from megatron.core.packed_seq_params import PackedSeqParams
+
 from megatron.linear_cp import resolve_cp_group
 from megatron.linear_cp.packed_seq_params import (
     is_packed,
@@ -38,7 +38,9 @@ def packed(cu: list[int], **changes: Any) -> PackedSeqParams:
     return PackedSeqParams(**settings | changes)
 
 
-def plan(params: PackedSeqParams | None, group: dist.ProcessGroup, tokens: int, **changes: Any) -> Any:
+def plan(
+    params: PackedSeqParams | None, group: dist.ProcessGroup, tokens: int, **changes: Any
+) -> Any:
     settings: dict[str, Any] = {"local_tokens": tokens, "batch": 1, "layout": "zigzag"}
     return plan_for(params, group, **settings | changes)
 
@@ -99,7 +101,9 @@ class TestBoundaries:
             plan(packed([0, 8], cu_seqlens_kv=other), group_of(2), 4)
 
     def test_do_not_end_at_the_buffer(self) -> None:
-        with pytest.raises(ValueError, match="end at 8 but the packed buffer holds 6 tokens on each of 2"):
+        with pytest.raises(
+            ValueError, match="end at 8 but the packed buffer holds 6 tokens on each of 2"
+        ):
             plan(packed([0, 8]), group_of(2), 6)
 
     def test_batch_above_one(self) -> None:
