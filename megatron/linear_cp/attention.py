@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal softmax attention under context parallelism, for stacks without Transformer Engine."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import SelfAttention as _MegatronSelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.attention.bias import causal_lower_right
+
+from megatron.linear_cp.comm import all_gather_rows
+from megatron.linear_cp.packed_seq_params import is_packed, plan_for, resolve_cp_group
+from megatron.linear_cp.plan import ContextParallelPlan
+
+MASK_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)
+# Config entries that change what attention computes, and the one value that is computed here.
+ONLY_VALUES: dict[str, Any] = {
+    "attention_dropout": 0.0,
+    "softmax_type": "vanilla",
+    "window_size": None,
+    "qk_clip": False,
+    "log_max_attention_logit": False,
+    "fp8_dot_product_attention": False,
+    "fp8_multi_head_attention": False,
+}
+
+
+class CoreAttention(MegatronModule):
+    """Causal ``softmax(scale * q k^T) v`` within each sequence, under any layout.
+
+    Keys and values of the whole micro-batch are gathered over its context-parallel group (backward:
+    reduce-scattered); each run of local queries then attends to its sequence up to its own end, so
+    no rank ever holds more scores than those of its own queries. Grouped queries are legal.
+
+    The constructor takes what Megatron-Core passes to every core attention.
+
+    Args:
+        config: the layout is read from ``linear_cp_layout`` (zigzag where it has none).
+        layer_number: unused, as is ``cp_comm_type``: there is one way to exchange here.
+        attn_mask_type: causal or padding_causal.
+        attention_type: ``"self"``.
+        softmax_scale: None means ``1 / sqrt(head size)``.
+        pg_collection: its ``cp`` group serves micro-batches that name none; None takes
+            Megatron-Core's global groups.
+
+    Raises:
+        ValueError: a mask or attention type, or a config entry, that is not computed here.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        _check_mask_type(attn_mask_type)
+        if attention_type != "self":
+            raise ValueError(f"CoreAttention computes self attention, got {attention_type!r}")
+        for name, value in ONLY_VALUES.items():
+            asked = getattr(config, name, value)
+            if asked != value:
+                raise ValueError(
+                    f"CoreAttention computes {name}={value!r} only, got {asked!r}; use Transformer "
+                    "Engine's attention or change the config"
+                )
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+        self.cp_group = pg_collection.cp
+        self.attn_mask_type = attn_mask_type
+        self.softmax_scale = softmax_scale
+        self.layout = getattr(config, "linear_cp_layout", "zigzag")
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            query: ``[t, heads, dim]`` packed or ``[s, b, heads, dim]`` dense local tokens.
+            key: the same with ``groups`` heads, of which ``heads`` is a multiple.
+            value: as ``key``; its ``dim`` may differ.
+            attention_mask: not read: the mask follows from the boundaries. A padding mask for
+                dense input is refused.
+            attn_mask_type: None means the constructor's.
+            attention_bias: must be None.
+            packed_seq_params: boundaries and group of the micro-batch.
+
+        Returns:
+            ``[t, heads * dim]`` or ``[s, b, heads * dim]``, ``dim`` of the values, in the query's
+            dtype.
+
+        Raises:
+            ValueError: a request that is not computed here, or whatever is wrong with the
+                micro-batch, see :func:`megatron.linear_cp.packed_seq_params.plan_for`.
+        """
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        _check_mask_type(mask_type)
+        packed = is_packed(packed_seq_params)
+        if attention_bias is not None:
+            raise ValueError("CoreAttention takes no attention_bias")
+        if mask_type == AttnMaskType.padding_causal and not packed and attention_mask is not None:
+            raise ValueError(
+                "CoreAttention takes no padding mask for dense input: pack the sequences (thd), or "
+                "pad at their ends, mask the loss, and use AttnMaskType.causal"
+            )
+        if query.dim() != (3 if packed else 4):
+            raise ValueError(
+                f"query has shape {tuple(query.shape)}; it must be "
+                f"{'[t, heads, dim] packed (thd)' if packed else '[s, b, heads, dim] dense'} input"
+            )
+        batch = 1 if packed else query.shape[1]
+        plan = plan_for(
+            packed_seq_params,
+            resolve_cp_group(self.cp_group, packed_seq_params),
+            local_tokens=query.shape[0],
+            batch=batch,
+            layout=self.layout,
+            conv_kernel_size=getattr(self.config, "linear_conv_kernel_dim", None) or 4,
+        )
+        if packed:
+            return _attend(query, key, value, plan, self.softmax_scale).flatten(1)
+        # The plan of dense input has its samples one after another.
+        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        out = _attend(q, k, v, plan, self.softmax_scale)
+        return out.view(batch, -1, *out.shape[1:]).transpose(0, 1).flatten(2)
+
+
+class SelfAttention(_MegatronSelfAttention):
+    """Megatron-Core's self attention, with RoPE positions from the micro-batch's own group.
+
+    The base class rotates by the rank in the constructor's group, which is wrong for a micro-batch
+    that brings another one.
+    """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As the base class, whose arguments these are; ``self`` is not modified."""
+        group = resolve_cp_group(self.pg_collection.cp, packed_seq_params)
+        positions = kwargs.get("rotary_pos_emb") is not None
+        layout = getattr(self.config, "linear_cp_layout", "zigzag")
+        if positions and group.size() > 1 and layout != "zigzag":
+            raise ValueError(
+                "Megatron-Core's RoPE knows the zigzag layout only, got "
+                f"linear_cp_layout={layout!r} on {group.size()} context-parallel ranks: use "
+                "zigzag, or no position embedding"
+            )
+        runtime = self
+        if group is not self.pg_collection.cp:
+            # Parameters and submodules are shared with the copy; only its group differs.
+            runtime = copy.copy(self)
+            runtime.pg_collection = copy.copy(self.pg_collection)
+            runtime.pg_collection.cp = group
+        out: tuple[torch.Tensor, torch.Tensor | None] = super(SelfAttention, runtime).forward(
+            hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs
+        )
+        return out
+
+
+def _check_mask_type(mask_type: AttnMaskType) -> None:
+    if mask_type not in MASK_TYPES:
+        raise ValueError(
+            f"CoreAttention is causal, got {mask_type}: use one of "
+            f"{', '.join(str(kind) for kind in MASK_TYPES)}"
+        )
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    plan: ContextParallelPlan,
+    scale: float | None,
+) -> torch.Tensor:
+    """``[T, heads, dim]`` local rows in plan order to ``[T, heads, value dim]``."""
+    if plan.cp_size > 1:
+        # One collective for both.
+        sizes = [key.shape[-1], value.shape[-1]]
+        rows = all_gather_rows(torch.cat([key, value], -1), plan.group)
+        rows = rows.index_select(0, plan.global_order.on(rows.device))
+        key, value = torch.split(rows, sizes, -1)
+    outputs = []
+    local = plan.segments.boundaries.tolist()
+    for (start, stop), first, last in zip(plan.segment_context, local[:-1], local[1:], strict=True):
+        outputs.append(_causal(query[first:last], key[start:stop], value[start:stop], scale))
+    if not outputs:
+        return query.new_zeros((0, query.shape[1], value.shape[-1]))
+    return torch.cat(outputs)
+
+
+def _causal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """The queries are the last tokens of their context: query ``i`` sees all but the later ones."""
+    heads_per_group = query.shape[1] // key.shape[1]
+    if query.is_cuda and query.dtype not in (torch.bfloat16, torch.float16):
+        # Only the half-precision kernels know grouped heads; the fallback keeps all the scores.
+        key, value = (x.repeat_interleave(heads_per_group, 1) for x in (key, value))
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    square = q.shape[2] == k.shape[2]
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=None if square else causal_lower_right(q.shape[2], k.shape[2]),
+        is_causal=square,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out.squeeze(0).transpose(0, 1)
