@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Declaring, checking and resolving ``linear_cp_mode``."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.transformer.transformer_config import TransformerConfig as _UpstreamConfig
+
+from megatron.linear_cp.cost import Workload, predict_costs
+from megatron.linear_cp.layout import check_layout
+from megatron.linear_cp.modes import linear_cp_modes
+from megatron.linear_cp.modes.heads import check_heads, heads_fit
+from megatron.linear_cp.ops.validation import check_state_exchange
+
+logger = logging.getLogger(__name__)
+
+POLICIES = ("default", "cost")
+GATED_DELTA_NET = "gated_delta_net"
+_NORM_RECOMPUTE = "gdn_norm_out"
+
+
+def check_linear_cp_mode(mode: str) -> None:
+    """Raise ``ValueError`` unless ``mode`` is registered; ``auto`` is told apart."""
+    names = ", ".join(linear_cp_modes())
+    if mode == "auto":
+        raise ValueError(
+            "linear_cp_mode='auto' must be resolved before construction: pass "
+            f"resolve_linear_cp_mode('auto', ...), which returns one of {names}"
+        )
+    if mode not in linear_cp_modes():
+        raise ValueError(f"unknown linear_cp_mode {mode!r}; choose one of {names}")
+
+
+def resolve_linear_cp_mode(
+    mode: str,
+    *,
+    num_key_heads: int,
+    num_value_heads: int,
+    tensor_model_parallel_size: int,
+    context_parallel_size: int,
+    policy: str = "default",
+    workload: Workload | None = None,
+) -> str:
+    """Turn ``"auto"`` into a mode, check any other, and log one line about it.
+
+    Args:
+        mode: ``"auto"`` or a registered mode.
+        num_key_heads, num_value_heads: of the whole model.
+        tensor_model_parallel_size: TP.
+        context_parallel_size: the largest CP size that any micro-batch will use.
+        policy: how ``"auto"`` decides. ``"default"``: headwise where the heads fit the largest CP
+            size, else all_gather. ``"cost"``: the mode of the least predicted time, see
+            :func:`megatron.linear_cp.cost.predict_costs`; it may be chunkwise.
+        workload: what ``"cost"`` predicts for; its head counts must be those given here.
+
+    Returns:
+        ``mode`` itself, or what ``"auto"`` became.
+
+    Raises:
+        ValueError: an unknown mode or policy, heads that do not fit, or a workload that is missing
+            or of other heads.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"unknown policy {policy!r}; choose one of {', '.join(POLICIES)}")
+    sizes = {
+        "num_key_heads": num_key_heads,
+        "num_value_heads": num_value_heads,
+        "tensor_model_parallel_size": tensor_model_parallel_size,
+        "context_parallel_size": context_parallel_size,
+    }
+    resolved = mode
+    if mode == "auto" and policy == "cost":
+        resolved = _cheapest_mode(workload, **sizes)
+    elif mode == "auto":
+        resolved = "headwise" if heads_fit("headwise", **sizes) else "all_gather"
+    check_linear_cp_mode(resolved)
+    check_heads(resolved, **sizes)
+    logger.info(
+        "linear_cp_mode: requested %s, resolved %s, TP %d, max CP %d, %d key heads, %d value heads",
+        mode,
+        resolved,
+        tensor_model_parallel_size,
+        context_parallel_size,
+        num_key_heads,
+        num_value_heads,
+    )
+    return resolved
+
+
+def _cheapest_mode(
+    workload: Workload | None,
+    *,
+    num_key_heads: int,
+    num_value_heads: int,
+    tensor_model_parallel_size: int,
+    context_parallel_size: int,
+) -> str:
+    heads = (num_key_heads, num_value_heads)
+    if workload is None:
+        raise ValueError("policy='cost' predicts for a workload: pass workload=Workload(...)")
+    if (workload.num_key_heads, workload.num_value_heads) != heads:
+        raise ValueError(
+            f"the workload has {workload.num_key_heads} key and {workload.num_value_heads} value "
+            f"heads but the model has {heads[0]} and {heads[1]}; they must agree"
+        )
+    costs = predict_costs(
+        workload,
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        context_parallel_size=context_parallel_size,
+    )
+    if not costs:
+        return "all_gather"  # check_heads says why nothing fits
+    return min(costs, key=lambda name: costs[name].seconds)
+
+
+@dataclass
+class LinearCPConfigMixin:
+    """Adds the declaration of a linear-attention CP mode to a Megatron-Core config class.
+
+    Put it before the config class: ``class MyConfig(LinearCPConfigMixin, MLATransformerConfig)``.
+    Megatron-Core checks GDN heads against TP x CP, which only headwise needs; the mixin checks the
+    rule of the mode actually declared, on the true head counts and sizes.
+
+    Attributes:
+        linear_cp_mode: ``"headwise"``, ``"chunkwise"``, ``"all_gather"`` or a registered name.
+        linear_cp_layout: how the ranks store tokens, ``"zigzag"`` or ``"contiguous"``.
+        linear_cp_state_exchange: how chunkwise carries states across ranks, ``"scan"``.
+    """
+
+    linear_cp_mode: str = "headwise"
+    linear_cp_layout: str = "zigzag"
+    linear_cp_state_exchange: str = "scan"
+
+    def __post_init__(self) -> None:
+        check_linear_cp_mode(self.linear_cp_mode)
+        check_layout(self.linear_cp_layout)
+        check_state_exchange(self.linear_cp_state_exchange)
+        config: Any = self
+        if config.experimental_attention_variant != GATED_DELTA_NET:
+            super().__post_init__()  # type: ignore[misc]
+            return
+        # The base class would apply headwise's rule to every mode. It checks everything else with
+        # the variant, and the one recompute entry that depends on it, out of its sight.
+        recompute = config.recompute_modules
+        held_back = recompute is not None and _NORM_RECOMPUTE in recompute
+        config.experimental_attention_variant = None
+        if held_back:
+            config.recompute_modules = [m for m in recompute if m != _NORM_RECOMPUTE]
+        try:
+            super().__post_init__()  # type: ignore[misc]
+        finally:
+            config.experimental_attention_variant = GATED_DELTA_NET
+            if held_back:
+                config.recompute_modules = recompute
+        _check_gated_delta_net(config)
+
+
+@dataclass
+class TransformerConfig(LinearCPConfigMixin, _UpstreamConfig):
+    """Megatron-Core's ``TransformerConfig`` with the fields of :class:`LinearCPConfigMixin`."""
+
+
+def _check_gated_delta_net(config: Any) -> None:
+    for name in (
+        "linear_attention_freq",
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+    ):
+        value = getattr(config, name)
+        if value is None or (isinstance(value, int) and value < 1):
+            raise ValueError(
+                f"{name} must be set for experimental_attention_variant={GATED_DELTA_NET!r}, got "
+                f"{value}"
+            )
+    check_heads(
+        config.linear_cp_mode,
+        num_key_heads=config.linear_num_key_heads,
+        num_value_heads=config.linear_num_value_heads,
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+    )

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Gated Delta Net layer whose tokens may be spread over context-parallel ranks."""
+
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet as _UpstreamGatedDeltaNet
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.linear_cp.modes import (
+    GatedDeltaNetInputs,
+    check_linear_cp_executor,
+    run_linear_cp_mode,
+)
+from megatron.linear_cp.modes.heads import check_heads
+from megatron.linear_cp.norm import RMSNorm
+from megatron.linear_cp.packed_seq_params import plan_for, resolve_cp_group
+
+__all__ = ["GatedDeltaNet", "GatedDeltaNetSubmodules"]
+
+
+class GatedDeltaNet(_UpstreamGatedDeltaNet):
+    """Gated Delta Net that runs the CP mode its config declares, under the micro-batch's CP group.
+
+    Construction, parameters (names, shapes, initialisation) and ``sharded_state_dict`` are those of
+    Megatron-Core's module of the installed release: checkpoints load both ways and do not know the
+    mode. Only ``forward`` is ours, and nothing in it depends on the CP size at construction.
+
+    Args:
+        config: a config with ``linear_cp_mode``, see
+            :class:`megatron.linear_cp.TransformerConfig`.
+        submodules: specs of ``in_proj``, ``out_norm`` and ``out_proj``.
+        layer_number: 1-based.
+        bias, conv_bias, conv_init, use_qk_l2norm, A_init_range: as in Megatron-Core.
+        pg_collection: its ``tp`` and ``cp`` groups; ``cp`` serves micro-batches that name none.
+        name: instance name.
+        cp_comm_type, pp_layer_offset: what ``TransformerLayer`` passes to every attention; unused.
+
+    Raises:
+        TypeError: a config that declares no ``linear_cp_mode``.
+        ValueError: a convolution activation other than SiLU.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: GatedDeltaNetSubmodules,
+        layer_number: int | None = None,
+        bias: bool = False,
+        conv_bias: bool = False,
+        conv_init: float | None = None,
+        use_qk_l2norm: bool = True,
+        A_init_range: tuple[float, float] = (1, 16),
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        name: str | None = None,
+        cp_comm_type: str | None = None,
+        pp_layer_offset: int | None = None,
+    ) -> None:
+        if not hasattr(config, "linear_cp_mode"):
+            raise TypeError(
+                f"config is a {type(config).__module__}.{type(config).__qualname__}, which "
+                "declares no linear_cp_mode; build the model with "
+                "megatron.linear_cp.TransformerConfig or put LinearCPConfigMixin before your "
+                "config class"
+            )
+        super().__init__(
+            config,
+            submodules,
+            layer_number=layer_number,
+            bias=bias,
+            conv_bias=conv_bias,
+            conv_init=conv_init,
+            use_qk_l2norm=use_qk_l2norm,
+            A_init_range=A_init_range,
+            pg_collection=pg_collection,
+            name=name,
+        )
+        if self.activation not in ("silu", "swish"):
+            raise ValueError(
+                f"Gated Delta Net's convolution needs activation_func=silu, got {self.activation}"
+            )
+        # The base class froze the CP size here; the group is the micro-batch's, so nothing may
+        # read this one.
+        del self.cp_size
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        inference_context: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        sequence_len_offset: int | None = None,
+        *,
+        inference_params: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the layer on this rank's tokens.
+
+        Args:
+            hidden_states: ``[s, b, hidden_size]``, tokens in ``config.linear_cp_layout`` (under
+                sequence parallelism, this tensor-parallel rank's part of them). Packed input has
+                ``b == 1``.
+            attention_mask: ignored: the layer is causal within every sequence.
+            packed_seq_params: boundaries of packed input, and the micro-batch's CP group. A format
+                other than ``"thd"`` means dense input; the group counts all the same.
+            inference_context, inference_params, sequence_len_offset: must be None.
+            **kwargs: rotary embeddings and the like, which attention layers get; ignored.
+
+        Returns:
+            ``[s, b, hidden_size]`` and the output bias or None.
+
+        Raises:
+            ValueError: inference, a per-call mode, group metadata that does not agree, or
+                boundaries that do not fit; the same on every rank, before any collective.
+        """
+        if inference_context is not None or inference_params is not None:
+            raise ValueError("GatedDeltaNet under context parallelism trains; it has no inference")
+        if "linear_cp_mode" in kwargs:
+            raise ValueError(
+                f"linear_cp_mode={kwargs['linear_cp_mode']!r} was passed to forward; the mode is "
+                "declared by the config and the same for every call"
+            )
+        batch = hidden_states.shape[1]
+        local_tokens = hidden_states.shape[0] * self.sp_size
+        plan = plan_for(
+            packed_seq_params,
+            resolve_cp_group(self.pg_collection.cp, packed_seq_params),
+            local_tokens=local_tokens,
+            batch=batch,
+            layout=self.config.linear_cp_layout,
+            conv_kernel_size=self.conv_kernel_dim,
+        )
+        self._check_mode(plan.cp_size)
+        projected, _ = self.in_proj(hidden_states)
+        # [s, b, x] -> [1, b * s, x]: samples one after another; a view where b is 1.
+        tokens = projected.transpose(0, 1).reshape(1, batch * local_tokens, -1)
+        qkv, gate, beta, alpha = tokens.split(
+            [
+                self.conv_dim_local_tp,
+                self.v_dim_local_tp,
+                self.num_v_heads_local_tp,
+                self.num_v_heads_local_tp,
+            ],
+            dim=-1,
+        )
+        out = run_linear_cp_mode(self.config.linear_cp_mode, self._inputs(qkv, beta, alpha), plan)
+        gate = gate.unflatten(-1, (self.num_v_heads_local_tp, self.value_head_dim))
+
+        def norm_and_layout(out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+            normed = self._gated_norm(out, gate).view(batch, local_tokens, -1)
+            return normed.transpose(0, 1).contiguous()
+
+        if not self._recomputes_norm():
+            return self.out_proj(norm_and_layout(out, gate))
+        checkpoint = tensor_parallel.CheckpointWithoutOutput()
+        normed = checkpoint.checkpoint(norm_and_layout, out, gate)
+        result, bias = self.out_proj(normed)
+        checkpoint.discard_output_and_register_recompute(result)
+        return result, bias
+
+    def _check_mode(self, cp_size: int) -> None:
+        """Raise unless the declared mode can run at this CP size, before anything is sent."""
+        mode = self.config.linear_cp_mode
+        check_linear_cp_executor(mode, cp_size)
+        check_heads(
+            mode,
+            num_key_heads=self.num_key_heads,
+            num_value_heads=self.num_value_heads,
+            tensor_model_parallel_size=self.tp_size,
+            context_parallel_size=cp_size,
+        )
+
+    def _inputs(
+        self, qkv: torch.Tensor, beta: torch.Tensor, alpha: torch.Tensor
+    ) -> GatedDeltaNetInputs:
+        return GatedDeltaNetInputs(
+            qkv=qkv,
+            beta=beta,
+            alpha=alpha,
+            conv_weight=self.conv1d.weight.squeeze(1),
+            conv_bias=self.conv1d.bias,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            num_key_heads=self.num_key_heads // self.tp_size,
+            num_value_heads=self.num_v_heads_local_tp,
+            key_head_dim=self.key_head_dim,
+            value_head_dim=self.value_head_dim,
+            activation=self.activation,
+            use_qk_l2norm=self.use_qk_l2norm,
+            state_exchange=self.config.linear_cp_state_exchange,
+            # FLA's kernels are not bitwise repeatable.
+            backend="torch" if self.config.deterministic_mode else "auto",
+        )
+
+    def _gated_norm(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Norm of every value head times its gate, ``[1, T, HV, V]`` in and out."""
+        if isinstance(self.out_norm, RMSNorm):
+            return self.out_norm(out, gate)
+        normed = self.out_norm(out.reshape(-1, self.value_head_dim)).view_as(out)
+        return (normed * self.act_fn(gate.float())).to(out.dtype)
+
+    def _recomputes_norm(self) -> bool:
+        config = self.config
+        return (
+            self.training
+            and config.recompute_granularity == "selective"
+            and "gdn_norm_out" in (config.recompute_modules or [])
+        )

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ModuleSpecs for stacks that mix Gated Delta Net and softmax attention."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_linear_attention_pattern,
+    get_moe_layer_pattern,
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet as _UpstreamGatedDeltaNet
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType, LayerType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from megatron.linear_cp.attention import CoreAttention, SelfAttention
+from megatron.linear_cp.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.linear_cp.norm import RMSNorm
+
+
+class LocalBackend(LocalSpecProvider):
+    """Megatron-Core's Transformer-Engine-free modules, with ours where its own refuse CP or SP."""
+
+    def layer_norm(
+        self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
+    ) -> Any:
+        """RMSNorm that works under sequence parallelism; LayerNorm as Megatron-Core has it."""
+        if rms_norm:
+            return RMSNorm
+        return super().layer_norm(rms_norm=rms_norm, for_qk=for_qk, has_residual=has_residual)
+
+    def core_attention(self) -> type:
+        """Softmax attention that works under context parallelism."""
+        return CoreAttention
+
+
+def get_gated_delta_net_module_spec(
+    config: TransformerConfig, backend: BackendSpecProvider | None = None
+) -> ModuleSpec:
+    """Spec of one :class:`GatedDeltaNet`.
+
+    Args:
+        config: its ``normalization`` and ``transformer_impl`` are read.
+        backend: which linear and norm modules to use; None follows ``transformer_impl``.
+
+    Returns:
+        A spec whose ``metainfo["fuse_input_layernorm"]`` says whether ``in_proj`` norms its input.
+    """
+    if backend is None:
+        backend = _default_backend(config)
+    fused = backend.fuse_layernorm_and_linear()
+    in_proj = (
+        backend.column_parallel_layer_norm_linear() if fused else backend.column_parallel_linear()
+    )
+    return ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=in_proj,
+            out_norm=backend.layer_norm(rms_norm=config.normalization == "RMSNorm", for_qk=False),
+            out_proj=backend.row_parallel_linear(),
+        ),
+        metainfo={"fuse_input_layernorm": fused},
+    )
+
+
+def get_gdn_hybrid_layer_spec(
+    config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
+) -> TransformerBlockSubmodules:
+    """Block spec of a Qwen3-Next-style hybrid, for this pipeline stage.
+
+    ``config.linear_attention_freq`` says which layers are Gated Delta Net (``4``: three of them,
+    then one softmax attention), ``config.moe_layer_freq`` which have experts. With
+    ``transformer_impl="transformer_engine"`` it is Megatron-Core's own block spec with our module;
+    with ``"local"`` it needs no Transformer Engine, and its checkpoints have the same keys.
+
+    Args:
+        config: the model's config.
+        vp_stage: virtual pipeline stage under interleaving.
+        pp_rank: pipeline rank; None means this process's.
+
+    Returns:
+        What ``GPTModel`` takes as ``transformer_layer_spec``.
+    """
+    if config.transformer_impl == "transformer_engine":
+        return use_linear_cp(
+            get_transformer_block_with_experimental_attention_variant_spec(
+                config, vp_stage=vp_stage, pp_rank=pp_rank
+            )
+        )
+    backend = LocalBackend()
+    linear = get_linear_attention_pattern(config)
+    experts = (
+        get_moe_layer_pattern(config)
+        if config.num_moe_experts is not None
+        else [0] * config.num_layers
+    )
+    return TransformerBlockSubmodules(
+        layer_specs=[
+            _local_layer_spec(config, backend, is_linear=bool(linear[i]), is_moe=bool(experts[i]))
+            for i in _layers_of_stage(config, vp_stage, pp_rank)
+        ],
+        layer_norm=_norm(config, backend),
+    )
+
+
+def use_linear_cp[Spec](spec: Spec) -> Spec:
+    """Swap our :class:`GatedDeltaNet` for Megatron-Core's in an existing spec.
+
+    Args:
+        spec: a layer spec, a block spec, or a function that returns one.
+
+    Returns:
+        The same kind of object with every Megatron-Core GatedDeltaNet replaced, at any depth; the
+        argument is left as it is. A spec without any comes back equal (a pipeline stage may hold
+        softmax-attention layers only).
+    """
+    if callable(spec) and not isinstance(spec, (ModuleSpec, type)) and not _is_dataclass(spec):
+        return _wrapped(spec)  # type: ignore[return-value]
+    return _swapped(spec)
+
+
+def _wrapped(build: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(build)
+    def build_with_linear_cp(*args: Any, **kwargs: Any) -> Any:
+        return _swapped(build(*args, **kwargs))
+
+    return build_with_linear_cp
+
+
+def _swapped(node: Any) -> Any:
+    if node is _UpstreamGatedDeltaNet:
+        return GatedDeltaNet
+    if isinstance(node, ModuleSpec) and isinstance(node.module, tuple):
+        path, name = node.module
+        if (
+            name == "GatedDeltaNet"
+            and path == _UpstreamGatedDeltaNet.__module__.partition(".gdn")[0]
+        ):
+            node = dataclasses.replace(node, module=GatedDeltaNet)
+    if isinstance(node, (list, tuple)) and not hasattr(node, "_fields"):
+        return type(node)(_swapped(item) for item in node)
+    if isinstance(node, dict):
+        return {key: _swapped(value) for key, value in node.items()}
+    if isinstance(node, functools.partial):
+        keywords = {key: _swapped(value) for key, value in node.keywords.items()}
+        return functools.partial(node.func, *map(_swapped, node.args), **keywords)
+    if _is_dataclass(node):
+        changes = {
+            field.name: _swapped(getattr(node, field.name))
+            for field in dataclasses.fields(node)
+            if field.init
+        }
+        return dataclasses.replace(node, **changes)
+    return node
+
+
+def _is_dataclass(node: Any) -> bool:
+    return dataclasses.is_dataclass(node) and not isinstance(node, type)
+
+
+def _default_backend(config: TransformerConfig) -> BackendSpecProvider:
+    if config.transformer_impl != "transformer_engine":
+        return LocalBackend()
+    # Transformer Engine is optional and only needed here.
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    return TESpecProvider()
+
+
+def _norm(config: TransformerConfig, backend: BackendSpecProvider, for_qk: bool = False) -> Any:
+    return backend.layer_norm(rms_norm=config.normalization == "RMSNorm", for_qk=for_qk)
+
+
+def _layers_of_stage(
+    config: TransformerConfig, vp_stage: int | None, pp_rank: int | None
+) -> list[int]:
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        layers: list[int] = layout.get_layer_id_list(
+            layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank
+        )
+        return layers
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    return list(range(first, first + count))
+
+
+def _local_layer_spec(
+    config: TransformerConfig, backend: BackendSpecProvider, *, is_linear: bool, is_moe: bool
+) -> ModuleSpec:
+    attention = (
+        get_gated_delta_net_module_spec(config, backend)
+        if is_linear
+        else _local_self_attention_spec(config, backend)
+    )
+    if is_moe:
+        mlp = get_moe_module_spec_for_backend(
+            backend=backend,
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+        )
+    else:
+        mlp = get_mlp_module_spec_for_backend(backend=backend, num_experts=None)
+    # Transformer Engine stores these norms inside the linear layers that follow them; the map gives
+    # ours the same checkpoint keys.
+    projection = "in_proj" if is_linear else "linear_qkv"
+    keys = {"input_layernorm.": f"self_attention.{projection}.layer_norm_"}
+    if not is_moe:
+        keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=_norm(config, backend),
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=_norm(config, backend),
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=keys,
+        ),
+    )
+
+
+def _local_self_attention_spec(
+    config: TransformerConfig, backend: BackendSpecProvider
+) -> ModuleSpec:
+    head_norm = _norm(config, backend, for_qk=True) if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=backend.column_parallel_linear(),
+            core_attention=backend.core_attention(),
+            linear_proj=backend.row_parallel_linear(),
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
