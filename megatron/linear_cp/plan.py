@@ -3,7 +3,8 @@
 
 import os
 import weakref
-from functools import cached_property, lru_cache
+from collections.abc import Callable
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,14 @@ from megatron.linear_cp.layout import (
     rank_indices,
     token_ranges,
 )
-from megatron.linear_cp.routes import HaloRoute, StateRoute, build_halo_route, build_state_route
+from megatron.linear_cp.routes import (
+    HaloRoute,
+    LayoutRoute,
+    StateRoute,
+    build_halo_route,
+    build_layout_route,
+    build_state_route,
+)
 from megatron.linear_cp.segments import HostTable, IntArray, Segments
 
 CHECK_PEERS_VARIABLE = "LINEAR_CP_CHECK_PEERS"
@@ -50,6 +58,7 @@ class ContextParallelPlan:
         cp_group: dist.ProcessGroup | None,
         layout: str,
         conv_kernel_size: int,
+        cut: Callable[[str], TokenRanges],
     ) -> None:
         self.boundaries = boundaries
         self.layout = layout
@@ -59,6 +68,9 @@ class ContextParallelPlan:
         # aborts the process at exit under gloo.
         self._group = None if cp_group is None else weakref.ref(cp_group)
         self._ranges = ranges
+        self._cut = cut
+        self._in_layout: dict[str, ContextParallelPlan] = {}
+        self._layout_routes: dict[str, LayoutRoute] = {}
         mine = ranges.rank == self.cp_rank
         ends = np.cumsum(ranges.stop[mine] - ranges.start[mine])
         self.segments = Segments(np.concatenate([[0], ends]))
@@ -99,8 +111,9 @@ class ContextParallelPlan:
             _check_peers(np.asarray(cu_seqlens).tolist(), cp_group)
         boundaries = check_boundaries(cu_seqlens)
         cp_size = 1 if cp_group is None else cp_group.size()
-        ranges = token_ranges(boundaries, cp_size, layout)
-        return cls(ranges, boundaries, cp_group, layout, conv_kernel_size)._built(device)
+        cut = partial(token_ranges, boundaries, cp_size)
+        plan = cls(cut(layout), boundaries, cp_group, layout, conv_kernel_size, cut)
+        return plan._built(device)
 
     @classmethod
     def build_dense(
@@ -124,9 +137,10 @@ class ContextParallelPlan:
             ValueError: unknown layout, or a length that the layout cannot cut over the group.
         """
         cp_size = 1 if cp_group is None else cp_group.size()
-        ranges = dense_token_ranges(seq_len, batch, cp_size, layout)
         boundaries = np.arange(batch + 1, dtype=np.int64) * seq_len
-        return cls(ranges, boundaries, cp_group, layout, conv_kernel_size)._built(device)
+        cut = partial(dense_token_ranges, seq_len, batch, cp_size)
+        plan = cls(cut(layout), boundaries, cp_group, layout, conv_kernel_size, cut)
+        return plan._built(device)
 
     @property
     def cp_group(self) -> dist.ProcessGroup | None:
@@ -187,9 +201,9 @@ class ContextParallelPlan:
     @cached_property
     def full_plan(self) -> "ContextParallelPlan":
         """The same sequences on one rank, for modes that bring them together."""
-        ranges = token_ranges(self.boundaries, 1, self.layout)
+        cut = partial(token_ranges, self.boundaries, 1)
         return ContextParallelPlan(
-            ranges, self.boundaries, None, self.layout, self._conv_kernel_size
+            cut(self.layout), self.boundaries, None, self.layout, self._conv_kernel_size, cut
         )
 
     def halo_route(self, width: int) -> HaloRoute:
@@ -199,6 +213,29 @@ class ContextParallelPlan:
                 self._ranges, self.boundaries, self.cp_rank, self.cp_size, width
             )
         return self._halo_routes[width]
+
+    def in_layout(self, layout: str) -> "ContextParallelPlan":
+        """The plan of the same micro-batch and group under another layout, built once.
+
+        Raises:
+            ValueError: the layout is unknown or cannot cut these boundaries.
+        """
+        if layout == self.layout:
+            return self
+        if layout not in self._in_layout:
+            ranges = self._cut(layout)
+            self._in_layout[layout] = ContextParallelPlan(
+                ranges, self.boundaries, self.cp_group, layout, self._conv_kernel_size, self._cut
+            )
+        return self._in_layout[layout]
+
+    def layout_route(self, layout: str) -> LayoutRoute:
+        """Route of this rank's tokens from this plan's layout to another, built once."""
+        if layout not in self._layout_routes:
+            self._layout_routes[layout] = build_layout_route(
+                self._ranges, self._cut(layout), self.cp_rank, self.cp_size
+            )
+        return self._layout_routes[layout]
 
     def state_route(self, heads: int) -> StateRoute:
         """Route of the state scan for ``heads`` value heads, built once per head count."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.linear_cp.layout import TokenRanges, expand_runs
+from megatron.linear_cp.layout import TokenRanges, expand_runs, rank_indices
 from megatron.linear_cp.segments import HostTable, IntArray
 
 
@@ -102,6 +102,47 @@ class StateRoute:
             + elsewhere(self.grad_send_splits) * state
         )
         return elements * element_size
+
+
+@dataclass(frozen=True)
+class LayoutRoute:
+    """How tokens move from one layout to another over the same ranks.
+
+    Attributes:
+        send_order: local tokens of the old layout, grouped by destination.
+        send_inverse: its inverse.
+        send_splits: rows for each rank.
+        recv_splits: rows from each rank.
+        recv_order: puts received rows into the new layout's storage order.
+        recv_inverse: its inverse.
+    """
+
+    send_order: HostTable
+    send_inverse: HostTable
+    send_splits: tuple[int, ...]
+    recv_splits: tuple[int, ...]
+    recv_order: HostTable
+    recv_inverse: HostTable
+
+
+def build_layout_route(
+    old: TokenRanges, new: TokenRanges, cp_rank: int, cp_size: int
+) -> LayoutRoute:
+    """Route from layout ``old`` to layout ``new`` of the same tokens; see :class:`LayoutRoute`."""
+    (leaves_from, _), (arrives_at, place) = _homes(old), _homes(new)
+    sent = rank_indices(old, cp_rank)
+    send_order = np.lexsort((place[sent], arrives_at[sent]))
+    received = rank_indices(new, cp_rank)
+    # Rows arrive source by source, and from one source in the order of the new layout.
+    arrival = np.lexsort((place[received], leaves_from[received]))
+    return LayoutRoute(
+        send_order=HostTable(send_order),
+        send_inverse=HostTable(np.argsort(send_order)),
+        send_splits=_splits(arrives_at[sent], cp_size),
+        recv_splits=_splits(leaves_from[received], cp_size),
+        recv_order=HostTable(np.argsort(arrival)),
+        recv_inverse=HostTable(arrival),
+    )
 
 
 def build_halo_route(
@@ -245,6 +286,16 @@ def build_state_route(ranges: TokenRanges, cp_rank: int, cp_size: int, heads: in
         grad_recv_splits=grad_recv_splits,
         units_at=units_at,
     )
+
+
+def _homes(ranges: TokenRanges) -> tuple[IntArray, IntArray]:
+    """Rank and local position of every global token."""
+    lengths = ranges.stop - ranges.start
+    tokens = expand_runs(ranges.start, ranges.stop)
+    rank, place = np.empty_like(tokens), np.empty_like(tokens)
+    rank[tokens] = np.repeat(ranges.rank, lengths)
+    place[tokens] = expand_runs(ranges.offset, ranges.offset + lengths)
+    return rank, place
 
 
 def _splits(ranks: IntArray, cp_size: int) -> tuple[int, ...]:
