@@ -39,6 +39,7 @@ class Settings:
     rows_per_step: int = 2
     row_tokens: int = 1024
     hidden_size: int = 64
+    linear_head_dim: int = 16
     vocab_size: int = 256
     learning_rate: float = 3e-3
     seed: int = 1234
@@ -81,8 +82,8 @@ def make_config(run: Run, settings: Settings) -> TransformerConfig:
         linear_attention_freq=4,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
+        linear_key_head_dim=settings.linear_head_dim,
+        linear_value_head_dim=settings.linear_head_dim,
         linear_cp_mode=run.mode,
         context_parallel_size=run.cp_size,
         cp_comm_type="p2p",
