@@ -125,7 +125,8 @@ class LinearCPConfigMixin:
     Attributes:
         linear_cp_mode: ``"headwise"``, ``"chunkwise"``, ``"all_gather"`` or a registered name.
         linear_cp_layout: how the ranks store tokens, ``"zigzag"`` or ``"contiguous"``.
-        linear_cp_state_exchange: how chunkwise carries states across ranks, ``"scan"``.
+        linear_cp_state_exchange: how chunkwise carries states across ranks: ``"scan"``, or
+            ``"fla"`` for FLA's own exchange after a re-layout, a cross-check on CUDA.
     """
 
     linear_cp_mode: str = "headwise"
@@ -137,6 +138,11 @@ class LinearCPConfigMixin:
         check_layout(self.linear_cp_layout)
         check_state_exchange(self.linear_cp_state_exchange)
         config: Any = self
+        if self.linear_cp_state_exchange == "fla" and config.deterministic_mode:
+            raise ValueError(
+                "linear_cp_state_exchange='fla' is not deterministic; use 'scan' with "
+                "deterministic_mode"
+            )
         if config.experimental_attention_variant != GATED_DELTA_NET:
             super().__post_init__()  # type: ignore[misc]
             return

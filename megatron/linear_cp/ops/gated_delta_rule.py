@@ -48,7 +48,8 @@ def gated_delta_rule(
         beta: ``[1, T, HV]`` write strength, 0 to 2.
         scale: of the output; None means ``K ** -0.5``.
         plan: the micro-batch; None means one sequence and no context parallelism.
-        state_exchange: ``"scan"``.
+        state_exchange: ``"scan"``, or ``"fla"`` for FLA's own exchange (CUDA, a plan of the
+            contiguous layout): a cross-check.
         backend: ``"auto"`` (FLA on CUDA, else torch), ``"torch"`` or ``"fla"``.
         use_qk_l2norm_in_kernel: divide q and k by their norm, ``sqrt(sum(x^2) + 1e-6)``, first.
 
@@ -65,6 +66,11 @@ def gated_delta_rule(
         scale = q.shape[-1] ** -0.5
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
+    if state_exchange == "fla" and plan.cp_size > 1:
+        # Imported late, with FLA.
+        from megatron.linear_cp.ops import fla_exchange
+
+        return fla_exchange.gated_delta_rule(q, k, v, g, beta, scale, plan)
     o: torch.Tensor = _GatedDeltaRule.apply(q, k, v, g, beta, scale, plan, backend)
     return o
 

@@ -5,7 +5,7 @@ import torch
 
 from megatron.linear_cp.plan import ContextParallelPlan
 
-STATE_EXCHANGES = ("scan",)
+STATE_EXCHANGES = ("scan", "fla")
 
 
 def check_state_exchange(state_exchange: str) -> None:

@@ -105,10 +105,13 @@ def _join_group(job: Job, rank: int) -> None:
     loopback = next((n for _, n in socket.if_nameindex() if n in ("lo", "lo0")), None)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    own_gpu = False
     if job.cuda:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        # NCCL refuses two ranks on one GPU; gloo stages through the host.
+        own_gpu = torch.cuda.device_count() >= job.world_size
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if job.cuda else "gloo",
+        "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
         init_method=f"file://{job.folder}/rendezvous",
         rank=rank,
         world_size=job.world_size,

@@ -139,6 +139,10 @@ def run_rows(
     rows: Sequence[Sequence[int]],
     dtype: torch.dtype,
     shape: LayerShape,
+    *,
+    device: str = "cpu",
+    backend: str = "auto",
+    state_exchange: str = "scan",
 ) -> list[dict[str, Tensor]]:
     """:func:`run_mode` over packed rows on the default group, for a worker pool."""
     results = []
@@ -146,8 +150,12 @@ def run_rows(
         plan = ContextParallelPlan.build(
             row, dist.group.WORLD, layout=layout, conv_kernel_size=shape.conv_kernel_size
         )
-        tensors = make_layer_inputs(shape, row[-1], dtype)
-        results.append(run_mode(mode, plan, tensors, shape))
+        tensors = {
+            name: x.to(device) for name, x in make_layer_inputs(shape, row[-1], dtype).items()
+        }
+        results.append(
+            run_mode(mode, plan, tensors, shape, backend=backend, state_exchange=state_exchange)
+        )
     return results
 
 

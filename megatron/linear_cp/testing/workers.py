@@ -75,8 +75,9 @@ def run_distributed(
             running then is killed and reported with its stack.
         return_exceptions: put a rank's exception in its place in the list instead of raising. A
             rank that dies or hangs raises all the same.
-        cuda: one GPU per rank, ``cpu:gloo,cuda:nccl``, and no fork server, as CUDA does not
-            survive a fork. Otherwise GPUs are hidden and the backend is gloo.
+        cuda: ranks see the GPUs: one each and ``cpu:gloo,cuda:nccl`` where there are enough, else
+            shared and gloo. There is no fork server then, as CUDA does not survive a fork.
+            Otherwise GPUs are hidden and the backend is gloo.
         **kwargs: picklable.
 
     Returns:

@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gated delta rule over segments on FLA's chunked Triton kernels.
+
+FLA's kernels are called one by one, so that the segment summary and its adjoint
+(:mod:`triton_summary`) can use what they leave behind; the gradients within a chunk are ours
+(:mod:`triton_gradients`). :mod:`fla_capabilities` absorbs the differences between releases. Shapes
+are those of the kernel backend interface: ``q, k [1, T, H, K]``, ``v [1, T, HV, V]``,
+``g, beta [1, T, HV]``, states ``[N, HV, K, V]`` in float32.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.linear_cp.ops.fla_kernels import (
+    FLOAT32_PRECISION,
+    Kernels,
+    Part,
+    parts_of,
+    products_of,
+    shared_arguments,
+)
+from megatron.linear_cp.ops.fla_kernels import kernels as kernels_of_release
+from megatron.linear_cp.ops.triton_gradients import chunk_gradients
+from megatron.linear_cp.ops.triton_summary import CHUNK, segment_adjoint, segment_summary
+from megatron.linear_cp.segments import Segments
+
+_INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MAX_KEY_DIM = 256  # FLA's state kernels hold at most four blocks of 64
+_LN2 = 0.6931471805599453
+
+
+@dataclass(frozen=True, eq=False)
+class _Inputs:
+    """One part's inputs as FLA's kernels want them, and the chunked intermediates of all steps."""
+
+    part: Part
+    q: Tensor
+    k: Tensor
+    q_fla: Tensor  # with HV heads where the release has no grouped value heads
+    k_fla: Tensor
+    v: Tensor
+    beta: Tensor
+    scale: float
+    g: Tensor  # float32, cumulative within each chunk, in the release's unit
+    wy: Tensor  # [1, T, HV, 64], the inverse triangular factor of each chunk
+    w: Tensor
+    u: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Forward:
+    parts: list[_Inputs]
+    like: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Backward:
+    parts: list[_Inputs]
+    initial_state: Tensor | None
+    do: list[Tensor]
+    dv_local: list[Tensor]
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> None:
+    if q.dtype not in _INPUT_DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(
+            f"backend 'fla' computes in bfloat16, float16 or float32, q, k and v alike; got "
+            f"{q.dtype}, {k.dtype}, {v.dtype}. backend='torch' takes float64"
+        )
+    if k.shape[-1] > _MAX_KEY_DIM:
+        raise ValueError(
+            f"backend 'fla' takes key dimensions up to {_MAX_KEY_DIM}, got {k.shape[-1]}; use "
+            "backend='torch'"
+        )
+    if v.shape[1] != segments.num_tokens:
+        raise ValueError(
+            f"v has {v.shape[1]} tokens, the segments have {segments.num_tokens}; they must agree"
+        )
+
+
+def _cumulative(g: Tensor, part: Part, kernels: Kernels, reverse: bool = False) -> Tensor:
+    result: Tensor = kernels.cumsum(
+        g,
+        chunk_size=CHUNK,
+        reverse=reverse,
+        scale=1 / _LN2 if kernels.log2_decay and not reverse else None,
+        cu_seqlens=part.cu_seqlens.on(g.device, torch.int32),
+        chunk_indices=part.chunk_indices.on(g.device, torch.int32),
+    )
+    return result
+
+
+def _inverse_factor(
+    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, part: Part, kernels: Kernels
+) -> tuple[Tensor, Tensor, Tensor]:
+    shared = shared_arguments(part, k.device, kernels)
+    if kernels.wy_fused is not None:
+        w, u, wy = kernels.wy_fused(k=k, v=v, g=g, beta=beta, chunk_size=CHUNK, **shared)
+        return wy, w, u
+    assert kernels.wy_product is not None and kernels.wy_inverse is not None
+    tables = {name: shared[name] for name in ("cu_seqlens", "chunk_indices")}
+    lower = kernels.wy_product(k=k, g=g, beta=beta, output_dtype=torch.float32, **tables)
+    wy = kernels.wy_inverse(A=lower, output_dtype=k.dtype, **tables)
+    w, u = kernels.w_u(k=k, v=v, beta=beta, A=wy, g=g, **shared)
+    return wy, w, u
+
+
+def _repeat_heads(x: Tensor, group: int) -> Tensor:
+    """Each head ``group`` times in a row; copied as 16-byte numbers, three times as fast."""
+    fits = x.shape[-1] * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    wide = x.view(torch.complex128) if fits else x
+    return wide.repeat_interleave(group, dim=2).view(x.dtype)
+
+
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    segments: Segments,
+    residual: tuple[Tensor, ...],
+) -> list[_Inputs]:
+    _check(q, k, v, segments)
+    if segments.num_segments == 0:
+        return []
+    kernels = kernels_of_release()
+    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
+    q_fla, k_fla = q, k
+    group = v.shape[2] // k.shape[2]
+    if group > 1 and not kernels.grouped_value_heads:
+        q_fla, k_fla = _repeat_heads(q, group), _repeat_heads(k, group)
+    inputs = []
+    with products_of(q.dtype):
+        for part in parts_of(segments, v.shape[2], k.shape[-1], v.shape[-1], kernels):
+            tokens = slice(part.first_token, part.last_token)
+            k_p, v_p, beta_p = k_fla[:, tokens], v[:, tokens], beta[:, tokens]
+            if residual:
+                g_p, wy = (x[:, tokens] for x in residual)
+                w, u = kernels.w_u(
+                    k=k_p,
+                    v=v_p,
+                    beta=beta_p,
+                    A=wy,
+                    g=g_p,
+                    **shared_arguments(part, v.device, kernels),
+                )
+            else:
+                g_p = _cumulative(g[:, tokens], part, kernels)
+                wy, w, u = _inverse_factor(k_p, v_p, g_p, beta_p, part, kernels)
+            inputs.append(
+                _Inputs(
+                    part=part,
+                    q=q[:, tokens],
+                    k=k[:, tokens],
+                    q_fla=q_fla[:, tokens],
+                    k_fla=k_p,
+                    v=v_p,
+                    beta=beta_p,
+                    scale=scale,
+                    g=g_p,
+                    wy=wy,
+                    w=w,
+                    u=u,
+                )
+            )
+    return inputs
+
+
+def _states(x: _Inputs, initial_state: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    """States at every chunk and the values that the chunks add, from the entry states."""
+    entry = None
+    if initial_state is not None:
+        entry = initial_state[x.part.first_segment : x.part.last_segment].float().contiguous()
+    h, v_new, _ = kernels.states(
+        k=x.k_fla,
+        w=x.w,
+        u=x.u,
+        g=x.g,
+        initial_state=entry,
+        output_final_state=False,
+        **shared_arguments(x.part, x.v.device, kernels),
+    )
+    return h, v_new
+
+
+def _join(pieces: list[Tensor], dim: int) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim)
+
+
+def _empty_states(like: Tensor, rows: int, columns: int) -> Tensor:
+    return like.new_zeros(0, like.shape[2], rows, columns, dtype=torch.float32)
+
+
+def prepare_forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, segments: Segments
+) -> _Forward:
+    """Compute what :func:`summarize` and :func:`forward` share.
+
+    Args:
+        q: ``[1, T, H, K]``, bfloat16, float16 or float32 on the GPU.
+        k: ``[1, T, H, K]``, same dtype, ``K <= 256``.
+        v: ``[1, T, HV, V]``, same dtype, ``HV`` a multiple of ``H``.
+        g: ``[1, T, HV]`` natural log of the decay, any float dtype.
+        beta: ``[1, T, HV]``, any float dtype but float64.
+        scale: factor on ``q``.
+        segments: ``T`` tokens in ``N`` segments; both may be 0.
+
+    Raises:
+        ValueError: a dtype or size the kernels cannot take.
+        FlaUnavailableError: the installed release lacks a kernel, or is known to be wrong here.
+    """
+    parts = _prepare(q, k, v, g, beta, scale, segments, ())
+    return _Forward(parts=parts, like=v.new_empty(0, k.shape[-1], *v.shape[2:]))
+
+
+def summarize(fwd: _Forward) -> tuple[Tensor, Tensor]:
+    """The summary of every segment: ``S_out = A @ S_in + b``.
+
+    Returns:
+        ``A [N, HV, K, K]`` and ``b [N, HV, K, V]``, float32.
+    """
+    key_dim, num_heads, value_dim = fwd.like.shape[1:]
+    if not fwd.parts:
+        empty = fwd.like.new_empty(0, num_heads, key_dim, key_dim, dtype=torch.float32)
+        return empty, fwd.like.new_empty(0, num_heads, key_dim, value_dim, dtype=torch.float32)
+    pairs = [
+        segment_summary(
+            x.k,
+            x.w,
+            x.u,
+            x.g,
+            x.part.cu_seqlens.on(x.k.device, torch.int32),
+            kernels_of_release().log2_decay,
+            FLOAT32_PRECISION,
+        )
+        for x in fwd.parts
+    ]
+    return _join([a for a, _ in pairs], 0), _join([b for _, b in pairs], 0)
+
+
+def forward(fwd: _Forward, initial_state: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The outputs, from given entry states.
+
+    Args:
+        fwd: of :func:`prepare_forward`.
+        initial_state: ``[N, HV, K, V]`` float32, ``None`` for zeros.
+
+    Returns:
+        ``o [1, T, HV, V]`` in ``v``'s dtype, and for the backward the cumulative decay
+        ``[1, T, HV]`` and the inverse factor of each chunk ``[1, T, HV, 64]``. Without the latter
+        the backward computes both again.
+    """
+    if not fwd.parts:
+        return fwd.like.new_empty(1, 0, *fwd.like.shape[2:]), ()
+    kernels = kernels_of_release()
+    outputs = []
+    with products_of(fwd.like.dtype):
+        for x in fwd.parts:
+            h, v_new = _states(x, initial_state, kernels)
+            outputs.append(
+                kernels.outputs(
+                    q=x.q_fla,
+                    k=x.k_fla,
+                    v=v_new,
+                    h=h,
+                    g=x.g,
+                    scale=x.scale,
+                    **shared_arguments(x.part, x.v.device, kernels),
+                )
+            )
+    residual = (_join([x.g for x in fwd.parts], 1), _join([x.wy for x in fwd.parts], 1))
+    return _join(outputs, 1), residual
+
+
+def prepare_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    segments: Segments,
+    residual: tuple[Tensor, ...],
+    initial_state: Tensor | None,
+    do: Tensor,
+) -> _Backward:
+    """Compute what :func:`backward_summarize` and :func:`backward` share.
+
+    Args:
+        q, k, v, g, beta, scale, segments: as for :func:`prepare_forward`.
+        residual: of :func:`forward`; empty to compute it again.
+        initial_state: the entry states of the forward.
+        do: ``[1, T, HV, V]`` gradient of the outputs.
+    """
+    parts = _prepare(q, k, v, g, beta, scale, segments, residual)
+    do = do.to(v.dtype).contiguous()
+    gradients = [do[:, x.part.first_token : x.part.last_token] for x in parts]
+    dv_local = []
+    with products_of(v.dtype):
+        for x, do_p in zip(parts, gradients, strict=True):
+            kernels = kernels_of_release()
+            shared = shared_arguments(x.part, v.device, kernels)
+            dv_local.append(
+                kernels.dv_local(q=x.q_fla, k=x.k_fla, g=x.g, do=do_p, scale=scale, **shared)
+            )
+    return _Backward(parts, initial_state, gradients, dv_local, (q, k, v, g, beta))
+
+
+def backward_summarize(bwd: _Backward) -> Tensor:
+    """``c [N, HV, K, V]`` float32: dL/dS_in of each segment, its final state without gradient."""
+    _, k, v, _, _ = bwd.inputs
+    if not bwd.parts:
+        return _empty_states(v, k.shape[-1], v.shape[-1])
+    pieces = [
+        segment_adjoint(
+            x.q,
+            x.k,
+            x.w,
+            do,
+            dv,
+            x.g,
+            x.part.cu_seqlens.on(v.device, torch.int32),
+            x.scale,
+            kernels_of_release().log2_decay,
+            FLOAT32_PRECISION,
+        )
+        for x, do, dv in zip(bwd.parts, bwd.do, bwd.dv_local, strict=True)
+    ]
+    return _join(pieces, 0)
+
+
+def _backward_part(
+    x: _Inputs,
+    do: Tensor,
+    dv_local: Tensor,
+    initial_state: Tensor | None,
+    final_state_grad: Tensor | None,
+    kernels: Kernels,
+) -> tuple[Tensor, ...]:
+    shared = shared_arguments(x.part, x.v.device, kernels)
+    h, v_new = _states(x, initial_state, kernels)
+    dht = None
+    if final_state_grad is not None:
+        dht = final_state_grad[x.part.first_segment : x.part.last_segment].float().contiguous()
+    dh, _, du = kernels.dstates(
+        q=x.q_fla,
+        k=x.k_fla,
+        w=x.w,
+        g=x.g,
+        h0=None,
+        dht=dht,
+        do=do,
+        dv=dv_local,
+        scale=x.scale,
+        **shared,
+    )
+    dq, dk, dv, dg, dbeta = chunk_gradients(
+        x.q,
+        x.k,
+        x.v,
+        x.g,
+        x.beta,
+        x.wy,
+        h,
+        dh,
+        v_new,
+        do,
+        du,
+        x.scale,
+        shared,
+        kernels.log2_decay,
+        FLOAT32_PRECISION,
+    )
+    return dq, dk, dv, _cumulative(dg, x.part, kernels, reverse=True), dbeta
+
+
+def backward(
+    bwd: _Backward, final_state_grad: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of the inputs.
+
+    Args:
+        bwd: of :func:`prepare_backward`.
+        final_state_grad: ``dL/dS_out [N, HV, K, V]`` float32, ``None`` for zeros.
+
+    Returns:
+        ``dq, dk, dv, dg, dbeta``, each in its input's shape and dtype.
+    """
+    if not bwd.parts:
+        q, k, v, g, beta = (torch.zeros_like(x) for x in bwd.inputs)
+        return q, k, v, g, beta
+    kernels = kernels_of_release()
+    with products_of(bwd.inputs[2].dtype):
+        pieces = [
+            _backward_part(x, do, dv, bwd.initial_state, final_state_grad, kernels)
+            for x, do, dv in zip(bwd.parts, bwd.do, bwd.dv_local, strict=True)
+        ]
+    gradients = []
+    for grads, like in zip(zip(*pieces, strict=True), bwd.inputs, strict=True):
+        gradients.append(_join(list(grads), 1).to(like.dtype))
+    dq, dk, dv, dg, dbeta = gradients
+    return dq, dk, dv, dg, dbeta

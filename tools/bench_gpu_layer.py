@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our GDN layer against Megatron-Core's own on one GPU: time, peak memory, and time of each stage.
+
+    python tools/bench_gpu_layer.py --tokens 32768 131072
+
+Same weights, same input, bf16, no CP, Qwen3-Next sizes; medians, and ratios within one run.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet as UpstreamGatedDeltaNet
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megatron.linear_cp import GatedDeltaNet, TransformerConfig, get_gated_delta_net_module_spec
+
+Step = Callable[[], None]
+
+
+def make_modules() -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Ours and upstream's with the same weights."""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=2048,
+        num_attention_heads=16,
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=1,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        normalization="RMSNorm",
+        activation_func=F.silu,
+        transformer_impl="local",
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        gradient_accumulation_fusion=False,
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+    backend = LocalSpecProvider()
+    upstream = UpstreamGatedDeltaNet(
+        config,
+        GatedDeltaNetSubmodules(
+            in_proj=backend.column_parallel_linear(),
+            out_norm=backend.layer_norm(rms_norm=True),
+            out_proj=backend.row_parallel_linear(),
+        ),
+        layer_number=1,
+        pg_collection=groups,
+    )
+    spec = get_gated_delta_net_module_spec(config)
+    ours = GatedDeltaNet(config, spec.submodules, layer_number=1, pg_collection=groups)
+    ours.load_state_dict(upstream.state_dict())
+    return ours.cuda().bfloat16(), upstream.cuda().bfloat16()
+
+
+def median_ms(step: Step, rounds: int) -> float:
+    """Median over rounds, by CUDA events."""
+    times = []
+    for _ in range(rounds):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[len(times) // 2]
+
+
+def peak_gib(step: Step) -> float:
+    """Highest allocation during a step, over what was allocated before it."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def steps_of(
+    module: torch.nn.Module, hidden: torch.Tensor, params: PackedSeqParams | None
+) -> tuple[Step, Step]:
+    """Forward alone (training mode), and forward with backward."""
+    grad = torch.randn_like(hidden)
+
+    def forward() -> Any:
+        return module(hidden, None, packed_seq_params=params)[0]
+
+    def both() -> None:
+        for parameter in module.parameters():
+            parameter.grad = None
+        hidden.grad = None
+        forward().backward(grad)
+
+    return lambda: (forward(), None)[1], both
+
+
+def stages(module: torch.nn.Module, hidden: torch.Tensor, rounds: int) -> None:
+    """Time on the GPU by kernel, forward and backward, the largest first."""
+    _, both = steps_of(module, hidden, None)
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(rounds):
+            both()
+        torch.cuda.synchronize()
+    events = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
+    for event in events[:28]:
+        ms = event.self_device_time_total / rounds / 1000
+        print(f"    {ms:8.3f} ms  {event.count // rounds:3d} x  {event.key[:90]}")
+
+
+def compare(tokens: int, packed: bool, rounds: int) -> None:
+    """One line: time and memory of both, and the ratios."""
+    ours, upstream = make_modules()
+    hidden = torch.randn(tokens, 1, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    params = None
+    if packed:
+        cu = torch.tensor([0, tokens // 4, tokens], dtype=torch.int32, device="cuda")
+        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)
+    out = [m(hidden, None, packed_seq_params=params)[0] for m in (ours, upstream)]
+    difference = float((out[0] - out[1]).float().norm() / out[1].float().norm())
+    del out
+    rows = []
+    for module in (ours, upstream):
+        forward, both = steps_of(module, hidden, params)
+        for _ in range(3):
+            both()
+        torch.cuda.synchronize()
+        rows.append((forward, both))
+    result: dict[str, list[float]] = {"fwd": [], "fwd+bwd": [], "GiB": []}
+    for forward, both in rows:
+        result["fwd"].append(median_ms(forward, rounds))
+        result["fwd+bwd"].append(median_ms(both, rounds))
+        result["GiB"].append(peak_gib(both))
+    line = "  ".join(f"{n} {a:.2f} / {b:.2f} = {a / b:.3f}" for n, (a, b) in result.items())
+    print(f"{tokens} {'thd ' if packed else 'sbhd'} ours / upstream: {line}  diff {difference:.1e}")
+
+
+def main() -> None:
+    """Run the comparison on GPU 0."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 131072])
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--stages", action="store_true", help="also list the kernels of ours")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.cuda.set_device(0)
+        dist.init_process_group(
+            "nccl", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1
+        )
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(1)
+        for tokens in arguments.tokens:
+            for packed in (False, True):
+                compare(tokens, packed, arguments.rounds)
+        if arguments.stages:
+            for name, module in zip(("ours", "upstream"), make_modules(), strict=True):
+                tokens = arguments.tokens[0]
+                hidden = torch.randn(tokens, 1, 2048, device="cuda", dtype=torch.bfloat16)
+                print(f"  {name}, {tokens} tokens, forward and backward:")
+                stages(module, hidden.requires_grad_(), 3)
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
