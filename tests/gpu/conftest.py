@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPU tests: skipped without CUDA, and one Triton configuration a kernel unless asked for all."""
 
+import contextlib
 import os
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+from megatron.linear_cp.testing.triton import first_configuration
 
 FULL_AUTOTUNE = os.environ.get("LINEAR_CP_FULL_AUTOTUNE") == "1"
 
@@ -20,30 +23,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def first_configuration_that_fits() -> Any:
-    """FLA tunes each kernel over up to 27 configurations for each new shape: minutes of compiling.
-
-    Here the first one that fits the device runs. ``LINEAR_CP_FULL_AUTOTUNE=1`` tunes as in
-    production.
-    """
-    if FULL_AUTOTUNE or not torch.cuda.is_available():
+def untuned() -> Iterator[None]:
+    """``LINEAR_CP_FULL_AUTOTUNE=1`` tunes as in production, at the price of minutes."""
+    tuned = FULL_AUTOTUNE or not torch.cuda.is_available()
+    with contextlib.nullcontext() if tuned else first_configuration():
         yield
-        return
-    from triton.runtime.autotuner import Autotuner
-    from triton.runtime.errors import OutOfResources
-
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.nargs = dict(zip(self.arg_names, args, strict=False))
-        configs = list(self.prune_configs(kwargs))
-        for config in configs:
-            try:
-                return self.fn.run(*args, **kwargs, **config.all_kwargs())
-            except OutOfResources:
-                if config is configs[-1]:
-                    raise
-        return None
-
-    patch = pytest.MonkeyPatch()
-    patch.setattr(Autotuner, "run", run)
-    yield
-    patch.undo()

@@ -26,6 +26,7 @@ from megatron.linear_cp.testing.layer import (
     run_rows,
 )
 from megatron.linear_cp.testing.parity import assert_all_close
+from megatron.linear_cp.testing.triton import first_configuration
 from megatron.linear_cp.testing.workers import run_distributed
 
 # Heads of the size of real models; every row has sequences that cross cuts.
@@ -46,6 +47,11 @@ GATES = {"fp32": 1e-4, "bf16": 1.5e-2}
 
 def run_everything(row: list[int]) -> dict[str, Any]:
     """All variants, dtypes and extras in one job: starting processes with CUDA takes long."""
+    with first_configuration():
+        return run_all(row)
+
+
+def run_all(row: list[int]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for dtype_name, dtype in DTYPES.items():
         for name, (mode, layout, exchange) in VARIANTS.items():

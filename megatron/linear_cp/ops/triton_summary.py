@@ -20,7 +20,7 @@ _NUM_WARPS = 4
 # loads in the first kernel; in the second they cost more registers than they save time.
 _COLUMNS, _SUMMARY_STAGES, _ADJOINT_STAGES = 64, 2, 1
 _SMALL_COLUMNS, _SMALL_STAGES = 32, 1  # float32, large keys, or little shared memory
-_SHARED_MEMORY = 120_000
+_SHARED_MEMORY = 70_000
 
 
 @triton.jit
