@@ -5,7 +5,7 @@ PY := .venv/bin/python
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test pytest lint format lock clean distclean
 
-# DATA and ARGS reach the shell through the environment, so any file name works.
+# DATA and ARGS reach the shell through the environment, so file names with spaces work.
 export DATA ARGS LOCK_ARGS
 # The tests start several processes a core; more threads in each only slow them down.
 lint pytest: export OMP_NUM_THREADS ?= 1

@@ -32,15 +32,21 @@ def load_documents(path: str | None) -> list[torch.Tensor]:
 
         return [_tokens(text) for _, text in sorted(topics.items())]
     file = Path(path)
-    if not file.is_file():
+    if not file.exists():
         raise ValueError(f"{path}: no such file; DATA must name a .txt or .jsonl file")
+    if not file.is_file():
+        raise ValueError(f"{path}: not a regular file; DATA must name a .txt or .jsonl file")
     try:
-        content = file.read_text(encoding="utf-8")
+        content = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     if not content.strip():
         raise ValueError(f"{path}: the file is empty; nothing to train on")
-    return _json_lines(path, content) if file.suffix == ".jsonl" else _paragraphs(path, content)
+    return (
+        _json_lines(path, content)
+        if file.suffix.lower() == ".jsonl"
+        else _paragraphs(path, content)
+    )
 
 
 def packed_batches(
@@ -81,16 +87,22 @@ def _tokens(text: str) -> torch.Tensor:
 
 def _json_lines(path: str, content: str) -> list[torch.Tensor]:
     documents = []
-    for number, line in enumerate(content.splitlines(), start=1):
+    # Not splitlines: JSON strings may hold U+2028 and the like as they are.
+    for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: malformed JSON ({error.msg})") from None
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", str(error))
+            raise ValueError(f"{path}, line {number}: malformed JSON ({reason})") from None
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):
             raise ValueError(f'{path}, line {number}: expected an object with a string "text"')
-        documents.append(_checked(_tokens(record["text"]), f"{path}, line {number}"))
+        try:
+            tokens = _tokens(record["text"])
+        except UnicodeEncodeError:
+            raise ValueError(f"{path}, line {number}: text with half a character") from None
+        documents.append(_checked(tokens, f"{path}, line {number}"))
     return documents
 
 

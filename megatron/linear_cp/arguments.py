@@ -93,6 +93,8 @@ def linear_cp_config_from_args(args: argparse.Namespace, config_class: type | No
             tensor_model_parallel_size=args.tensor_model_parallel_size,
             context_parallel_size=largest,
         )
+    elif args.linear_cp_mode == "auto":
+        args.linear_cp_mode = "headwise"  # no linear-attention layers: nothing will run it
     for flag in _ALL_GATHER_FLAGS:
         if getattr(args, flag, False) and args.linear_cp_mode != "all_gather":
             raise ValueError(

@@ -16,6 +16,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from megatron.linear_cp.comm import all_gather_rows
 from megatron.linear_cp.packed_seq_params import is_packed, plan_for, resolve_cp_group
+from megatron.linear_cp.permute import permute_rows
 from megatron.linear_cp.plan import ContextParallelPlan
 
 MASK_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -200,7 +201,8 @@ def _attend(
         # One collective for both.
         sizes = [key.shape[-1], value.shape[-1]]
         rows = all_gather_rows(torch.cat([key, value], -1), plan.group)
-        rows = rows.index_select(0, plan.global_order.on(rows.device))
+        order, back = (t.on(rows.device) for t in (plan.global_order, plan.gathered_indices))
+        rows = permute_rows(rows, order, back)
         key, value = torch.split(rows, sizes, -1)
     outputs = []
     local = plan.segments.boundaries.tolist()

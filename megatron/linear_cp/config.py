@@ -70,6 +70,9 @@ def resolve_linear_cp_mode(
         "context_parallel_size": context_parallel_size,
     }
     resolved = mode
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
     if mode == "auto" and policy == "cost":
         resolved = _cheapest_mode(workload, **sizes)
     elif mode == "auto":

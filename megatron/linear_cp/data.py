@@ -5,9 +5,11 @@ Pack and pad on the host, choose a CP group, keep this rank's tokens, and after 
 loss or bring per-token values back together. Labels are shifted before any cut.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -58,13 +60,18 @@ def pack_sequences(
         sequences: ``[n_i]`` int64 token ids, each of at least two tokens (one has no label).
         multiple_of: every stored length becomes a multiple of it, see
             :func:`megatron.linear_cp.dynamic_cp.length_multiple`.
-        total_multiple_of: the whole buffer becomes a multiple of it, by padding behind the last
-            sequence; all that the contiguous layout asks for.
+        total_multiple_of: the whole buffer becomes a multiple of it (and of ``multiple_of``), by
+            padding behind the last sequence; all that the contiguous layout asks for.
         pad_id: fills the padding and labels that do not count.
 
     Raises:
-        ValueError: no sequences, or one of fewer than two tokens.
+        ValueError: no sequences, one of fewer than two tokens, or a multiple below 1.
     """
+    if multiple_of < 1 or total_multiple_of < 1:
+        raise ValueError(
+            f"multiple_of and total_multiple_of must be at least 1, got {multiple_of} and "
+            f"{total_multiple_of}"
+        )
     if not sequences:
         raise ValueError("pack_sequences needs at least one sequence")
     short = [i for i, s in enumerate(sequences) if len(s) < 2]
@@ -75,7 +82,8 @@ def pack_sequences(
         )
     lengths = [len(s) for s in sequences]
     stored = [-(-n // multiple_of) * multiple_of for n in lengths]
-    stored[-1] += -sum(stored) % total_multiple_of
+    # By steps of multiple_of, so that the last sequence keeps to it as well.
+    stored[-1] += -sum(stored) % math.lcm(multiple_of, total_multiple_of)
     total = sum(stored)
     tokens = torch.full((total,), pad_id, dtype=torch.int64)
     labels = torch.full((total,), pad_id, dtype=torch.int64)
@@ -104,6 +112,12 @@ def shard_batch(batch: PackedBatch, plan: ContextParallelPlan) -> PackedBatch:
     Raises:
         ValueError: a plan made for another buffer.
     """
+    stored = batch.cu_seqlens_padded.cpu().numpy()
+    if not np.array_equal(np.unique(plan.boundaries), np.unique(stored)):
+        raise ValueError(
+            f"the plan is for boundaries {plan.boundaries.tolist()} but the batch is stored at "
+            f"{stored.tolist()}"
+        )
     if plan.total_tokens != batch.tokens.shape[1]:
         raise ValueError(
             f"the plan covers {plan.total_tokens} tokens but the batch holds "
@@ -190,7 +204,8 @@ def labels_ahead(batch: PackedBatch, ahead: int) -> tuple[torch.Tensor, torch.Te
         ahead: 1 gives the batch's own labels, 2 the token after, and so on.
 
     Returns:
-        ``[1, T]`` labels and ``[1, T]`` mask; 0 where the sequence has ended.
+        ``[1, T]`` labels and ``[1, T]`` mask: the batch's own, moved; the pad id and 0 where the
+        sequence has ended. A label that the batch masks stays masked.
 
     Raises:
         ValueError: ``ahead`` below 1, or a sharded batch.
@@ -203,13 +218,16 @@ def labels_ahead(batch: PackedBatch, ahead: int) -> tuple[torch.Tensor, torch.Te
             f"labels_ahead needs the whole batch of {total} tokens, got {batch.tokens.shape[1]}: "
             "shift first, then shard"
         )
-    labels = torch.zeros_like(batch.tokens)
-    mask = torch.zeros_like(batch.loss_mask)
+    labels, mask = batch.labels.clone(), torch.zeros_like(batch.loss_mask)
     starts, lengths = batch.cu_seqlens_padded.tolist(), batch.cu_seqlens.diff().tolist()
     for start, n in zip(starts, lengths, strict=False):
-        if n > ahead:
-            labels[:, start : start + n - ahead] = batch.tokens[:, start + ahead : start + n]
-            mask[:, start : start + n - ahead] = 1
+        if n == 0:
+            continue
+        # The last token of a sequence has no label; what stands there is the pad id.
+        stop, kept = start + n, max(n - ahead + 1, 0)
+        labels[:, start + kept : stop] = batch.labels[:, stop - 1 : stop]
+        labels[:, start : start + kept] = batch.labels[:, stop - kept : stop]
+        mask[:, start : start + kept] = batch.loss_mask[:, stop - kept : stop]
     return labels, mask
 
 

@@ -37,20 +37,41 @@ class ContextParallelGroups:
             )
         return self._groups[size]
 
-    def choose(self, tokens: int, max_tokens_per_rank: int) -> int:
-        """Smallest CP size at which a rank stores at most ``max_tokens_per_rank`` of ``tokens``.
+    def choose(
+        self,
+        lengths: Sequence[int],
+        max_tokens_per_rank: int,
+        *,
+        layout: str = "zigzag",
+        tensor_model_parallel_size: int = 1,
+        alignment: int = 1,
+    ) -> int:
+        """Smallest CP size that keeps a rank within ``max_tokens_per_rank``, padding included.
+
+        Args:
+            lengths: real tokens of every sequence of the micro-batch.
+            max_tokens_per_rank: the limit.
+            layout, tensor_model_parallel_size, alignment: as in :func:`length_multiple`, to which
+                every sequence will be padded.
 
         Raises:
             ValueError: even the largest size leaves too many tokens on a rank.
         """
+        share = 0
         for size in self._groups:
-            if tokens <= size * max_tokens_per_rank:
+            multiple = length_multiple(
+                size,
+                layout=layout,
+                tensor_model_parallel_size=tensor_model_parallel_size,
+                alignment=alignment,
+            )
+            share = sum(-(-n // multiple) * multiple for n in lengths) // size
+            if share <= max_tokens_per_rank:
                 return size
-        largest = self.sizes[-1]
         raise ValueError(
-            f"{tokens} tokens do not fit {max_tokens_per_rank} per rank at the largest "
-            f"context-parallel size {largest}; create a larger group or raise the limit to "
-            f"{-(-tokens // largest)}"
+            f"{sum(lengths)} tokens in {len(lengths)} sequences, padded, leave {share} on a rank "
+            f"at the largest context-parallel size {self.sizes[-1]}, over the limit of "
+            f"{max_tokens_per_rank}; create a larger group or raise the limit"
         )
 
 

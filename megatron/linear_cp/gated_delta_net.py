@@ -20,6 +20,14 @@ from megatron.linear_cp.modes.heads import check_heads
 from megatron.linear_cp.norm import RMSNorm
 from megatron.linear_cp.packed_seq_params import plan_for, resolve_cp_group
 
+# What the config declares and no call may change.
+_DECLARED = {
+    "linear_cp_mode",
+    "gdn_cp_mode",
+    "linear_cp_layout",
+    "linear_cp_state_exchange",
+}
+
 __all__ = ["GatedDeltaNet", "GatedDeltaNetSubmodules"]
 
 
@@ -120,10 +128,12 @@ class GatedDeltaNet(_UpstreamGatedDeltaNet):
         """
         if inference_context is not None or inference_params is not None:
             raise ValueError("GatedDeltaNet under context parallelism trains; it has no inference")
-        if "linear_cp_mode" in kwargs:
+        if sequence_len_offset is not None:
+            raise ValueError("sequence_len_offset serves inference, which this layer has not")
+        for name in _DECLARED & kwargs.keys():
             raise ValueError(
-                f"linear_cp_mode={kwargs['linear_cp_mode']!r} was passed to forward; the mode is "
-                "declared by the config and the same for every call"
+                f"{name}={kwargs[name]!r} was passed to forward; it is declared by the config and "
+                "the same for every call"
             )
         batch = hidden_states.shape[1]
         local_tokens = hidden_states.shape[0] * self.sp_size
@@ -138,7 +148,8 @@ class GatedDeltaNet(_UpstreamGatedDeltaNet):
         self._check_mode(plan.cp_size)
         projected, _ = self.in_proj(hidden_states)
         # [s, b, x] -> [1, b * s, x]: samples one after another; a view where b is 1.
-        tokens = projected.transpose(0, 1).reshape(1, batch * local_tokens, -1)
+        width = projected.shape[-1]
+        tokens = projected.transpose(0, 1).reshape(1, batch * local_tokens, width)
         qkv, gate, beta, alpha = tokens.split(
             [
                 self.conv_dim_local_tp,
@@ -152,7 +163,7 @@ class GatedDeltaNet(_UpstreamGatedDeltaNet):
         gate = gate.unflatten(-1, (self.num_v_heads_local_tp, self.value_head_dim))
 
         def norm_and_layout(out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-            normed = self._gated_norm(out, gate).view(batch, local_tokens, -1)
+            normed = self._gated_norm(out, gate).view(batch, local_tokens, self.v_dim_local_tp)
             return normed.transpose(0, 1).contiguous()
 
         if not self._recomputes_norm():

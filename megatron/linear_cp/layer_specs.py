@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
@@ -100,6 +101,7 @@ def get_gdn_hybrid_layer_spec(
         What ``GPTModel`` takes as ``transformer_layer_spec``.
     """
     if config.transformer_impl == "transformer_engine":
+        _require_transformer_engine()
         return use_linear_cp(
             get_transformer_block_with_experimental_attention_variant_spec(
                 config, vp_stage=vp_stage, pp_rank=pp_rank
@@ -176,9 +178,19 @@ def _is_dataclass(node: Any) -> bool:
     return dataclasses.is_dataclass(node) and not isinstance(node, type)
 
 
+def _require_transformer_engine() -> None:
+    """Without it Megatron-Core's spec functions return stand-ins that only fail in forward."""
+    if not HAVE_TE:
+        raise ImportError(
+            "transformer_impl='transformer_engine' (the default) needs Transformer Engine, which "
+            "is not installed; install megatron-linear-cp[te], or set transformer_impl='local'"
+        )
+
+
 def _default_backend(config: TransformerConfig) -> BackendSpecProvider:
     if config.transformer_impl != "transformer_engine":
         return LocalBackend()
+    _require_transformer_engine()
     # Transformer Engine is optional and only needed here.
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 

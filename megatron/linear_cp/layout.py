@@ -8,7 +8,6 @@ sequence after sequence. ``contiguous`` cuts the flat packed buffer, not each se
 across the batch: there ``contiguous`` cuts every sample into ``cp_size`` spans.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,6 +139,11 @@ def dense_token_ranges(seq_len: int, batch: int, cp_size: int, layout: str) -> T
         ValueError: unknown layout, or a length that the layout cannot cut.
     """
     check_layout(layout)
+    if seq_len < 0 or batch < 1:
+        raise ValueError(
+            f"dense input needs a batch of at least 1 and no negative length, got {batch} samples "
+            f"of {seq_len} tokens"
+        )
     boundaries = np.arange(batch + 1, dtype=np.int64) * seq_len
     if layout == "zigzag":
         check_divisible(boundaries, cp_size, layout)
@@ -189,9 +193,3 @@ def _finish(sequence: IntArray, start: IntArray, stop: IntArray, rank: IntArray)
     end = np.cumsum(stop - start)
     before_rank = np.concatenate([[0], end])[np.searchsorted(rank, rank, side="left")]
     return TokenRanges(sequence, start, stop, rank, end - (stop - start) - before_rank)
-
-
-def rank_spans(ranges: TokenRanges, cp_rank: int) -> Sequence[tuple[int, int]]:
-    """``[(start, stop), ...]`` of ``cp_rank`` in storage order, for messages and pictures."""
-    mine = ranges.rank == cp_rank
-    return list(zip(ranges.start[mine].tolist(), ranges.stop[mine].tolist(), strict=True))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a micro-batch says about itself: its context-parallel group, its boundaries, its plan."""
 
+import os
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -17,6 +18,14 @@ from megatron.linear_cp.plan import ContextParallelPlan
 
 _PLANS_ATTRIBUTE = "_linear_cp_plans"
 _MAX_DENSE_PLANS = 32
+_DENSE_FORMATS = ("sbhd", "bshd")
+_BOUNDARY_FIELDS = (
+    "cu_seqlens_q",
+    "cu_seqlens_kv",
+    "cu_seqlens_q_padded",
+    "cu_seqlens_kv_padded",
+)
+CHECK_PEERS_VARIABLE = "LINEAR_CP_CHECK_PEERS"
 
 
 @cache
@@ -27,8 +36,25 @@ def single_rank_group() -> dist.ProcessGroup:
 
 
 def is_packed(packed_seq_params: PackedSeqParams | None) -> bool:
-    """Whether input is packed (THD); a params object of another format does not make it so."""
-    return packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
+    """Whether input is packed (THD); a params object of another format does not make it so.
+
+    Raises:
+        ValueError: boundaries with no format or an unknown one: whether they count cannot be told,
+            and a packed row taken for one sequence leaks between documents.
+    """
+    if packed_seq_params is None:
+        return False
+    layout = packed_seq_params.qkv_format
+    if layout in _DENSE_FORMATS or layout == "thd":
+        return bool(layout == "thd")
+    bounded = any(boundaries is not None for boundaries in _boundaries(packed_seq_params))
+    if layout is not None or bounded:
+        raise ValueError(
+            f"packed_seq_params has qkv_format {layout!r}"
+            f"{' and boundaries' if bounded else ''}; use 'thd' for packed input, "
+            f"{' or '.join(map(repr, _DENSE_FORMATS))} for dense input"
+        )
+    return False
 
 
 def resolve_cp_group(
@@ -63,6 +89,11 @@ def resolve_cp_group(
             f"packed_seq_params.local_cp_size is {size} but cp_group is missing; set both, or "
             "neither to use the layer's own group, or local_cp_size=1 alone for CP 1"
         )
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"packed_seq_params.cp_group is {group!r}, not a process group: this rank belongs to "
+            "no group of this micro-batch and must not run it"
+        )
     if size is None:
         raise ValueError(
             f"packed_seq_params.cp_group has {group.size()} ranks but local_cp_size is missing; "
@@ -85,6 +116,11 @@ def resolve_cu_seqlens(packed_seq_params: PackedSeqParams) -> torch.Tensor:
     Raises:
         ValueError: boundaries missing, or q and kv boundaries that differ.
     """
+    for boundaries in _boundaries(packed_seq_params):
+        if boundaries is not None and not isinstance(boundaries, torch.Tensor):
+            raise ValueError(
+                f"boundaries in packed_seq_params must be tensors, got {type(boundaries).__name__}"
+            )
     query = _side(packed_seq_params.cu_seqlens_q_padded, packed_seq_params.cu_seqlens_q)
     key = _side(packed_seq_params.cu_seqlens_kv_padded, packed_seq_params.cu_seqlens_kv)
     if query is None and key is None:
@@ -129,12 +165,19 @@ def plan_for(
         layout: ``"zigzag"`` or ``"contiguous"``.
         conv_kernel_size: taps of the causal convolution.
 
+    Whether all ranks of a group were given the same micro-batch is compared on every call, at the
+    price of a collective and a read of the boundaries, where the environment variable
+    ``LINEAR_CP_CHECK_PEERS`` is 1 on all of them.
+
     Raises:
         ValueError: boundaries that are malformed, differ between q and kv, cannot be cut, or do not
             end at ``local_tokens * cp_size``; packed input with a batch above 1. The same on every
             rank, before any collective.
     """
-    if packed_seq_params is not None and is_packed(packed_seq_params):
+    packed = is_packed(packed_seq_params)
+    if os.environ.get(CHECK_PEERS_VARIABLE) == "1":
+        _check_peers(packed_seq_params if packed else None, cp_group, local_tokens, batch, layout)
+    if packed and packed_seq_params is not None:
         if batch != 1:
             raise ValueError(
                 f"packed (thd) input must have a batch of 1, got {batch}: pack the samples into "
@@ -180,12 +223,7 @@ def _packed_plan(
     params: PackedSeqParams, group: dist.ProcessGroup, layout: str, conv_kernel_size: int
 ) -> ContextParallelPlan:
     kept: _Plans = params.__dict__.setdefault(_PLANS_ATTRIBUTE, _Plans())
-    tensors = (
-        params.cu_seqlens_q,
-        params.cu_seqlens_kv,
-        params.cu_seqlens_q_padded,
-        params.cu_seqlens_kv_padded,
-    )
+    tensors = _boundaries(params)
     entry = kept.get(layout)
     if entry is not None and entry.fits(group, tensors):
         return entry.plan
@@ -199,8 +237,50 @@ def _packed_plan(
     return plan
 
 
+def _check_peers(
+    params: PackedSeqParams | None,
+    group: dist.ProcessGroup,
+    local_tokens: int,
+    batch: int,
+    layout: str,
+) -> None:
+    """Raise ``ValueError`` on every rank if one has another micro-batch than rank 0."""
+    if group.size() == 1:
+        return
+    mine: dict[str, Any] = {"layout": layout, "local tokens": local_tokens, "batch": batch}
+    if params is not None:
+        for name in _BOUNDARY_FIELDS:
+            boundaries = getattr(params, name)
+            mine[name] = boundaries.tolist() if isinstance(boundaries, torch.Tensor) else boundaries
+    everyone: list[dict[str, Any]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(everyone, mine, group=group)
+    for rank, theirs in enumerate(everyone):
+        for name in sorted({*theirs, *everyone[0]}):
+            if theirs.get(name) != everyone[0].get(name):
+                raise ValueError(
+                    f"the ranks of one context-parallel group have different {name}: rank 0 has "
+                    f"{everyone[0].get(name)}, rank {rank} has {theirs.get(name)}; every rank of a "
+                    "group must be given the same micro-batch"
+                )
+
+
+def _boundaries(params: PackedSeqParams) -> tuple[torch.Tensor | None, ...]:
+    return tuple(getattr(params, name) for name in _BOUNDARY_FIELDS)
+
+
 def _check_real_boundaries(params: PackedSeqParams) -> None:
     """Raise ``ValueError`` unless every real sequence fits the room it is stored in."""
+    real_q, real_kv = params.cu_seqlens_q, params.cu_seqlens_kv
+    if (
+        real_q is not None
+        and real_kv is not None
+        and real_q is not real_kv
+        and not torch.equal(real_q, real_kv)
+    ):
+        raise ValueError(
+            f"q and kv boundaries differ: {real_q.tolist()} and {real_kv.tolist()}; linear "
+            "attention needs them equal"
+        )
     for side in ("q", "kv"):
         padded = getattr(params, f"cu_seqlens_{side}_padded")
         real = getattr(params, f"cu_seqlens_{side}")

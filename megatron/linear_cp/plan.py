@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything host-side about one micro-batch under one context-parallel group, built once."""
 
-import os
 import weakref
 from collections.abc import Callable
 from functools import cached_property, lru_cache, partial
@@ -28,7 +27,6 @@ from megatron.linear_cp.routes import (
 )
 from megatron.linear_cp.segments import HostTable, IntArray, Segments
 
-CHECK_PEERS_VARIABLE = "LINEAR_CP_CHECK_PEERS"
 _builds = 0
 
 
@@ -60,6 +58,8 @@ class ContextParallelPlan:
         conv_kernel_size: int,
         cut: Callable[[str], TokenRanges],
     ) -> None:
+        if conv_kernel_size < 1:
+            raise ValueError(f"conv_kernel_size must be at least 1, got {conv_kernel_size}")
         self.boundaries = boundaries
         self.layout = layout
         self.cp_size = 1 if cp_group is None else cp_group.size()
@@ -100,15 +100,12 @@ class ContextParallelPlan:
             device: copy the index tables to this device now instead of on first use.
 
         Raises:
-            ValueError: unknown layout, malformed boundaries, or lengths that the layout cannot cut
-                over the group. The same on every rank that has the same boundaries. Whether all
-                ranks have the same is checked, at the price of a collective per plan, where the
-                environment variable ``LINEAR_CP_CHECK_PEERS`` is 1.
+            ValueError: unknown layout, malformed boundaries, lengths that the layout cannot cut
+                over the group, or a kernel size below 1. The same on every rank that has the same
+                boundaries; :func:`megatron.linear_cp.packed_seq_params.plan_for` can check that.
         """
         if isinstance(cu_seqlens, torch.Tensor):
             cu_seqlens = cu_seqlens.cpu().numpy()
-        if os.environ.get(CHECK_PEERS_VARIABLE) == "1":
-            _check_peers(np.asarray(cu_seqlens).tolist(), cp_group)
         boundaries = check_boundaries(cu_seqlens)
         cp_size = 1 if cp_group is None else cp_group.size()
         cut = partial(token_ranges, boundaries, cp_size)
@@ -256,21 +253,6 @@ class ContextParallelPlan:
             route.gather_index.on(device)
             self.segments.cu_seqlens(device)
         return self
-
-
-def _check_peers(boundaries: list[int], group: dist.ProcessGroup | None) -> None:
-    """Raise ``ValueError`` on every rank of the group if one has other boundaries than rank 0."""
-    if group is None or group.size() == 1:
-        return
-    everyone: list[list[int]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(everyone, boundaries, group=group)
-    odd = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
-    if odd:
-        raise ValueError(
-            f"the ranks of one context-parallel group have different cu_seqlens: rank 0 has "
-            f"{everyone[0]}, rank {odd[0]} has {everyone[odd[0]]}; every rank of a group must be "
-            "given the same micro-batch"
-        )
 
 
 @lru_cache(maxsize=64)

@@ -16,12 +16,14 @@ def to_device(
     array: IntArray, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
     """Copy a host table to ``device`` without waiting for the device."""
-    table = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
-    if device.type == "cpu":
-        return table
-    if device.type == "cuda":
-        table = table.pin_memory()
-    return table.to(device, non_blocking=True)
+    # A table made under inference mode would later be refused by autograd, and tables are kept.
+    with torch.inference_mode(False):
+        table = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
+        if device.type == "cpu":
+            return table
+        if device.type == "cuda":
+            table = table.pin_memory()
+        return table.to(device, non_blocking=True)
 
 
 class HostTable:

@@ -90,7 +90,7 @@ def loader(groups: ContextParallelGroups, step: list[list[int]], seed: int) -> l
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for lengths in step:
-        size = groups.choose(sum(lengths), MAX_TOKENS_PER_RANK)
+        size = groups.choose(lengths, MAX_TOKENS_PER_RANK)
         documents = [torch.randint(1, 64, (n,), generator=generator) for n in lengths]
         batches.append(pack_sequences(documents, multiple_of=length_multiple(size)))
     return batches
@@ -116,7 +116,7 @@ def train(dynamic: bool) -> dict[str, Any]:
         runs_before, builds_before, plans = linear_cp_mode_runs(), plan_builds(), 0
         for number, step in enumerate(STEPS):
             batches = loader(groups, step, seed=number)
-            size = groups.choose(max(sum(lengths) for lengths in step), MAX_TOKENS_PER_RANK)
+            size = max(groups.choose(lengths, MAX_TOKENS_PER_RANK) for lengths in step)
             if not dynamic:
                 size = 1
             group = groups[size]
@@ -281,13 +281,16 @@ def test_group_sizes_that_do_not_divide(sizes: tuple[int, ...]) -> None:
     assert all(isinstance(e, ValueError) and "divide" in str(e) for e in errors), errors
 
 
-def test_choice_by_length() -> None:
+def test_choice_by_padded_length() -> None:
     groups = ContextParallelGroups({n: dist.ProcessGroup(0, n) for n in SIZES})
-    assert [groups.choose(n, 10) for n in (1, 10, 11, 20, 21, 40)] == [1, 1, 2, 2, 4, 4]
-    with pytest.raises(
-        ValueError, match=r"41 tokens do not fit 10 per rank at the largest .* size 4"
-    ):
-        groups.choose(41, 10)
+    chosen = [groups.choose([n], 12) for n in (1, 12, 13, 24, 25, 48)]
+    assert chosen == [1, 1, 2, 2, 4, 4]
+    # Thirteen sequences of one token become 52 tokens at CP 2 and 104 at CP 4.
+    assert groups.choose([1] * 13, 26) == 1
+    with pytest.raises(ValueError, match="13 tokens in 13 sequences, padded, leave 26 on a rank"):
+        groups.choose([1] * 13, 12)
+    with pytest.raises(ValueError, match=r"leave 14 on a rank at the largest .* size 4, over the"):
+        groups.choose([49], 12)
     with pytest.raises(
         ValueError, match=r"no context-parallel group of size 8 .* there are 1, 2, 4"
     ):
@@ -312,18 +315,28 @@ def test_length_multiple(arguments: dict, expected: int) -> None:
     assert length_multiple(**arguments) == expected
 
 
-def build_with_odd_rank(check: bool) -> None:
-    if check:
-        os.environ["LINEAR_CP_CHECK_PEERS"] = "1"
-    row = [0, 8, 24] if dist.get_rank() != 2 else [0, 16, 24]
-    cu = torch.tensor(row, dtype=torch.int32)
-    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)
-    plan_for(params, dist.group.WORLD, local_tokens=6, batch=1, layout="contiguous")
+def plan_with_odd_rank(check: bool, stale: bool) -> None:
+    """Rank 2 has other boundaries; ``stale``: it hands in the last micro-batch again."""
+    os.environ["LINEAR_CP_CHECK_PEERS"] = "1" if check else "0"
+    odd = dist.get_rank() == 2
+
+    def packed(row: list[int]) -> PackedSeqParams:
+        cu = torch.tensor(row, dtype=torch.int32)
+        return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)
+
+    def plan(params: PackedSeqParams) -> None:
+        plan_for(params, dist.group.WORLD, local_tokens=6, batch=1, layout="contiguous")
+
+    last = packed([0, 16, 24])
+    if stale:
+        plan(last)
+    plan(last if odd else packed([0, 8, 24]))
 
 
-def test_a_rank_with_other_boundaries_is_found_on_request() -> None:
-    errors = run_distributed(build_with_odd_rank, 4, True, return_exceptions=True, timeout=60)
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_rank_with_another_micro_batch_is_found_on_request(stale: bool) -> None:
+    errors = run_distributed(plan_with_odd_rank, 4, True, stale, return_exceptions=True, timeout=60)
     for error in errors:
         assert isinstance(error, ValueError)
         assert "rank 0 has [0, 8, 24], rank 2 has [0, 16, 24]" in str(error)
-    assert run_distributed(build_with_odd_rank, 4, False) == [None] * 4, "off by default"
+    assert run_distributed(plan_with_odd_rank, 4, False, stale) == [None] * 4, "off by default"

@@ -78,6 +78,9 @@ def write(folder: Path, name: str, content: str | bytes) -> str:
         ("a.jsonl", '["text"]', "line 1: expected an object"),
         ("a.jsonl", '{"text": "good"}\n{"text": "x"}', "line 2: a document of 1 token"),
         ("a.jsonl", '{"text": ""}', "line 1: a document of 0 token"),
+        ("a.jsonl", r'{"text": "\ud800"}', "line 1: text with half a character"),
+        ("a.jsonl", '{"text": ' + "9" * 5000 + "}", "line 1: malformed JSON"),
+        ("a.jsonl", "[" * 100_000, "line 1: malformed JSON"),
     ],
 )
 def test_bad_text_is_named(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
@@ -88,6 +91,19 @@ def test_bad_text_is_named(tmp_path: Path, name: str, content: str | bytes, mess
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file"):
         load("text").load_documents(str(tmp_path / "missing.txt"))
+
+
+def test_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not a regular file"):
+        load("text").load_documents(str(tmp_path))
+
+
+def test_legal_json_is_read_as_it_is(tmp_path: Path) -> None:
+    """Line separators inside strings, a byte order mark, CRLF, an upper-case suffix."""
+    content = '\ufeff{"text": "one\u2028two"}\r\n{"text": "three"}\n'
+    path = write(tmp_path, "A.JSONL", content)
+    documents = [bytes(d.tolist()).decode() for d in load("text").load_documents(path)]
+    assert documents == ["one\u2028two", "three"]
 
 
 def test_files_become_documents(tmp_path: Path) -> None:

@@ -100,6 +100,12 @@ def test_heads_that_do_not_fit() -> None:
         linear_cp_config_from_args(parse("--context-parallel-size", "4"))
 
 
+def test_auto_without_linear_layers() -> None:
+    args = parse("--linear-cp-mode", "auto")
+    args.experimental_attention_variant = None
+    assert linear_cp_config_from_args(args).linear_cp_mode == "headwise"
+
+
 def test_contradicting_switch() -> None:
     args = parse("--linear-cp-mode", "chunkwise")
     args.allgather_cp = True

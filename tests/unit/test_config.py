@@ -208,6 +208,18 @@ def test_auto(case: dict, caplog: pytest.LogCaptureFixture) -> None:
         assert part in line
 
 
+@pytest.mark.parametrize("name", ["num_key_heads", "context_parallel_size"])
+def test_sizes_below_one_are_named(name: str) -> None:
+    sizes = {
+        "num_key_heads": 2,
+        "num_value_heads": 4,
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
+    }
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        resolve_linear_cp_mode("auto", **sizes | {name: 0})
+
+
 def test_resolving_a_mode_checks_it() -> None:
     sizes = {
         "num_key_heads": 2,

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from megatron.linear_cp import ContextParallelPlan
 from megatron.linear_cp.data import (
+    labels_ahead,
     make_packed_seq_params,
     pack_sequences,
     shard_batch,
@@ -81,11 +82,44 @@ def test_params_carry_boundaries_and_group() -> None:
     assert params.local_cp_size == 2
 
 
+def test_total_multiple_keeps_the_sequences_multiple() -> None:
+    batch = pack_sequences(sequences(5), multiple_of=8, total_multiple_of=12)
+    assert batch.cu_seqlens_padded.tolist() == [0, 24]
+    batch = pack_sequences(sequences(3, 2), total_multiple_of=4)
+    assert batch.cu_seqlens_padded.tolist() == [0, 3, 8]
+
+
+@pytest.mark.parametrize("pad_id", [0, 9])
+def test_labels_ahead(pad_id: int) -> None:
+    batch = pack_sequences(sequences(4, 2), multiple_of=4, pad_id=pad_id)
+    batch.loss_mask[0, 2] = 0  # a label that the user masked
+    labels, mask = labels_ahead(batch, 1)
+    assert torch.equal(labels, batch.labels)
+    assert torch.equal(mask, batch.loss_mask)
+    labels, mask = labels_ahead(batch, 2)
+    p = pad_id
+    assert labels.tolist() == [[3, 4, p, p, p, p, p, p]]
+    assert mask.tolist() == [[1, 0, 0, 0, 0, 0, 0, 0]]
+    assert not labels_ahead(batch, 5)[1].any()
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        labels_ahead(batch, 0)
+    plan = ContextParallelPlan.build(batch.cu_seqlens_padded, dist.ProcessGroup(0, 2))
+    with pytest.raises(ValueError, match="shift first, then shard"):
+        labels_ahead(shard_batch(batch, plan), 2)
+
+
 def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="at least 1, got 0 and 1"):
+        pack_sequences(sequences(4), multiple_of=0)
+    plan = ContextParallelPlan.build([0, 16, 20], dist.ProcessGroup(0, 2))
+    with pytest.raises(ValueError, match=r"boundaries \[0, 16, 20\] but the batch is stored at"):
+        shard_batch(pack_sequences(sequences(8, 12)), plan)
     with pytest.raises(ValueError, match="at least one sequence"):
         pack_sequences([])
     with pytest.raises(ValueError, match="sequence 1 has 1 token"):
         pack_sequences(sequences(4, 1))
     plan = ContextParallelPlan.build([0, 8], dist.ProcessGroup(0, 2))
-    with pytest.raises(ValueError, match="plan covers 8 tokens but the batch holds 12"):
+    with pytest.raises(
+        ValueError, match=r"boundaries \[0, 8\] but the batch is stored at \[0, 12\]"
+    ):
         shard_batch(pack_sequences(sequences(12)), plan)

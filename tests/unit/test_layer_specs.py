@@ -174,6 +174,18 @@ def test_use_linear_cp_leaves_other_stacks_alone() -> None:
     )
 
 
+def test_missing_transformer_engine_is_named() -> None:
+    pytest.importorskip("megatron.core.extensions.transformer_engine")
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    if HAVE_TE:
+        pytest.skip("Transformer Engine is installed: nothing is missing")
+    config = make_config(transformer_impl="transformer_engine")
+    for build in (get_gdn_hybrid_layer_spec, get_gated_delta_net_module_spec):
+        with pytest.raises(ImportError, match="set transformer_impl='local'"):
+            build(config)
+
+
 def test_config_that_declares_no_mode_is_noticed() -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig as Upstream
 

@@ -66,6 +66,11 @@ class TestGroup:
         group = resolve_cp_group(group_of(4), packed([0, 8], local_cp_size=1))
         assert (group.size(), group.rank()) == (1, 0)
 
+    def test_not_a_group(self) -> None:
+        params = packed([0, 8], cp_group=dist.GroupMember.NON_GROUP_MEMBER, local_cp_size=2)
+        with pytest.raises(ValueError, match="belongs to no group of this micro-batch"):
+            resolve_cp_group(group_of(2), params)
+
     def test_no_static_group_is_cp_one(self) -> None:
         assert resolve_cp_group(None, None) is single_rank_group()
 
@@ -105,6 +110,26 @@ class TestBoundaries:
             ValueError, match="end at 8 but the packed buffer holds 6 tokens on each of 2"
         ):
             plan(packed([0, 8]), group_of(2), 6)
+
+    def test_real_q_and_kv_differ_behind_equal_padding(self) -> None:
+        padded = torch.tensor([0, 40])
+        params = packed([0, 30], cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded)
+        params.cu_seqlens_kv = torch.tensor([0, 3])
+        with pytest.raises(ValueError, match=r"differ: \[0, 30\] and \[0, 3\]"):
+            plan(params, group_of(2), 20)
+
+    @pytest.mark.parametrize("qkv_format", [None, "THD", "packed"])
+    def test_boundaries_without_a_known_format(self, qkv_format: str | None) -> None:
+        """Taken for dense input, the row would leak from one document into the next."""
+        with pytest.raises(ValueError, match="and boundaries; use 'thd' for packed input"):
+            plan(packed([0, 8], qkv_format=qkv_format), group_of(2), 4)
+
+    def test_params_that_bring_a_group_only(self) -> None:
+        assert not is_packed(PackedSeqParams(local_cp_size=1))
+
+    def test_boundaries_that_are_no_tensor(self) -> None:
+        with pytest.raises(ValueError, match="must be tensors, got list"):
+            plan(packed([0, 8], cu_seqlens_q=[0, 8]), group_of(2), 4)
 
     def test_batch_above_one(self) -> None:
         with pytest.raises(ValueError, match="batch of 1, got 2"):

@@ -44,6 +44,9 @@ def check_heads(
         "tensor_model_parallel_size": tensor_model_parallel_size,
         "context_parallel_size": context_parallel_size,
     }
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
     if num_value_heads % num_key_heads:
         raise ValueError(
             f"{num_value_heads} value heads do not divide by {num_key_heads} key heads; every key "

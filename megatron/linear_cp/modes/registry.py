@@ -42,6 +42,10 @@ def register_linear_cp_mode(
     """
     if name == "auto":
         raise ValueError("'auto' is resolved to a mode before construction; register another name")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"a mode needs a name, got {name!r}")
+    if executor is not None and not callable(executor):
+        raise ValueError(f"the executor of mode {name!r} must be callable, got {executor!r}")
     if _EXECUTORS.get(name) is not None and not replace:
         raise ValueError(f"mode {name!r} is registered already; pass replace=True to replace it")
     _EXECUTORS[name] = executor

@@ -7,11 +7,12 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megatron.linear_cp import comm
-from megatron.linear_cp.ops.backends import conv_kernels
+from megatron.linear_cp.ops.backends import conv_kernels, resolve_backend
 from megatron.linear_cp.ops.validation import check_conv_inputs
 from megatron.linear_cp.plan import ContextParallelPlan, single_sequence_plan
 
 
+@torch.compiler.disable
 def causal_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -44,6 +45,7 @@ def causal_conv1d(
     if plan is None:
         plan = single_sequence_plan(x.shape[1])
     check_conv_inputs(x, weight, bias, activation, plan)
+    resolve_backend(backend, x.device)
     halo = _halo(x, plan, weight.shape[1])
     activation = "silu" if activation == "swish" else activation
     y: torch.Tensor = _CausalConv1d.apply(x, halo, weight, bias, activation, plan, backend)

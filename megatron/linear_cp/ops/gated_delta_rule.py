@@ -8,13 +8,14 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron.linear_cp.ops import state_scan
-from megatron.linear_cp.ops.backends import rule_kernels
+from megatron.linear_cp.ops.backends import resolve_backend, rule_kernels
 from megatron.linear_cp.ops.validation import check_rule_inputs
 from megatron.linear_cp.plan import ContextParallelPlan, single_sequence_plan
 
 _L2NORM_EPS = 1e-6
 
 
+@torch.compiler.disable
 def gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -44,7 +45,7 @@ def gated_delta_rule(
         k: ``[1, T, H, K]`` keys, of unit norm (or ask for it below).
         v: ``[1, T, HV, V]`` values; ``HV`` divides by ``H`` and value head ``j`` uses key head
             ``j // (HV // H)``.
-        g: ``[1, T, HV]`` natural-log decay, at most 0.
+        g: ``[1, T, HV]`` natural-log decay, finite and at most 0 (-100 forgets everything).
         beta: ``[1, T, HV]`` write strength, 0 to 2.
         scale: of the output; None means ``K ** -0.5``.
         plan: the micro-batch; None means one sequence and no context parallelism.
@@ -62,6 +63,7 @@ def gated_delta_rule(
     if plan is None:
         plan = single_sequence_plan(q.shape[1])
     check_rule_inputs(q, k, v, g, beta, plan, state_exchange)
+    resolve_backend(backend, q.device)
     if scale is None:
         scale = q.shape[-1] ** -0.5
     if use_qk_l2norm_in_kernel:

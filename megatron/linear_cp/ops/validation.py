@@ -37,7 +37,11 @@ def check_rule_inputs(
         raise ValueError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if q.shape != k.shape:
         raise ValueError(f"q and k must share a shape, got {tuple(q.shape)} and {tuple(k.shape)}")
+    if not q.is_floating_point():
+        raise ValueError(f"q, k and v must be floating point, got {q.dtype}")
     heads, value_heads = q.shape[2], v.shape[2]
+    if heads < 1 or value_heads < 1:
+        raise ValueError(f"there must be heads, got {heads} key and {value_heads} value heads")
     if value_heads % heads:
         raise ValueError(
             f"{value_heads} value heads do not divide by {heads} key heads; every key head serves "
@@ -60,8 +64,10 @@ def check_conv_inputs(
     """Raise ``ValueError`` unless the tensors fit each other and the plan."""
     if x.dim() != 3 or x.shape[0] != 1:
         raise ValueError(f"x must be [1, T, D], got {tuple(x.shape)}")
-    if weight.dim() != 2 or weight.shape[0] != x.shape[2]:
-        raise ValueError(f"weight must be [D={x.shape[2]}, W], got {tuple(weight.shape)}")
+    if weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] < 1:
+        raise ValueError(
+            f"weight must be [D={x.shape[2]}, W] with at least one tap, got {tuple(weight.shape)}"
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [D={x.shape[2]}], got {tuple(bias.shape)}")
     if activation not in ("silu", "swish", None):

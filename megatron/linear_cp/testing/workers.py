@@ -178,7 +178,23 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 def _wait(ranks: list[_Rank], start: float, timeout: float, return_exceptions: bool) -> str:
     """Collect outcomes until all ranks exited; returns what went wrong beyond exceptions."""
     deadline, failed, done = start + timeout, False, False
-    while alive := [rank.process for rank in ranks if rank.process.is_alive()]:
+    while True:
+        alive = [rank.process for rank in ranks if rank.process.is_alive()]
+        # Judged before every wait: a death that came after the last look wakes nobody any more.
+        for i, rank in enumerate(ranks):
+            dead = rank.process not in alive
+            _receive(rank)
+            # Judged after the channel is drained: the last message may be older than the death.
+            if dead and rank.outcome is None:
+                return f"rank {i} died: {_exit_text(rank.process.exitcode)}"
+        if not alive:
+            return ""
+        if not done and all(rank.outcome is not None for rank in ranks):
+            done, deadline = True, min(deadline, time.monotonic() + EXIT_SECONDS)
+        if not failed and any(r.outcome and r.outcome.kind == "error" for r in ranks):
+            failed = True
+            if not return_exceptions:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         waitable: list[Any] = [rank.channel for rank in ranks if rank.channel_open]
         waitable += [process.sentinel for process in alive]
         remaining = deadline - time.monotonic()
@@ -189,21 +205,6 @@ def _wait(ranks: list[_Rank], start: float, timeout: float, return_exceptions: b
                 return f"{_names(running)} still running, {after}"
             leaving = [i for i, rank in enumerate(ranks) if rank.process.is_alive()]
             return "" if failed else f"{_names(leaving)} returned but did not exit"
-        for i, rank in enumerate(ranks):
-            dead = not rank.process.is_alive()
-            _receive(rank)
-            # Judged after the channel is drained: the last message may be older than the death.
-            if dead and rank.outcome is None:
-                return f"rank {i} died: {_exit_text(rank.process.exitcode)}"
-        if not done and all(rank.outcome is not None for rank in ranks):
-            done, deadline = True, min(deadline, time.monotonic() + EXIT_SECONDS)
-        if not failed and any(r.outcome and r.outcome.kind == "error" for r in ranks):
-            failed = True
-            if not return_exceptions:
-                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-    for rank in ranks:
-        _receive(rank)
-    return ""
 
 
 def _receive(rank: _Rank) -> None:
