@@ -194,6 +194,22 @@ def unshard(local: torch.Tensor, plan: ContextParallelPlan) -> torch.Tensor:
     return permute_rows(rows, order, plan.gathered_indices.on(local.device))[None]
 
 
+def token_log_probs(
+    losses: torch.Tensor, loss_mask: torch.Tensor, plan: ContextParallelPlan
+) -> torch.Tensor:
+    """Log-probability of every label of the micro-batch, in global order, on every rank.
+
+    Args:
+        losses: ``[1, T]`` cross entropy of the local tokens, as the model returns it for labels.
+        loss_mask: ``[1, T]``, 1 where a label counts; 0 elsewhere in the result.
+        plan: the micro-batch; every rank of its group must call.
+
+    Returns:
+        ``[1, total]``, differentiable.
+    """
+    return unshard(-losses * loss_mask, plan)
+
+
 def labels_ahead(batch: PackedBatch, ahead: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Labels and mask of the token ``ahead`` steps on, as multi-token prediction asks for.
 

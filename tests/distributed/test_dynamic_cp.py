@@ -18,6 +18,7 @@ from megatron.linear_cp.data import (
     make_packed_seq_params,
     pack_sequences,
     shard_batch,
+    token_log_probs,
     token_loss_sum,
     unshard,
 )
@@ -45,7 +46,7 @@ STEPS: list[list[list[int]]] = [
 LAYERS = 4
 
 
-def make_model() -> Any:
+def make_model(**changes: Any) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -73,6 +74,7 @@ def make_model() -> Any:
         hidden_dropout=0.0,
         calculate_per_token_loss=True,
         transformer_impl="local",
+        **changes,
     )
     model_parallel_cuda_manual_seed(11)
     torch.manual_seed(11)
@@ -110,6 +112,7 @@ def train(dynamic: bool) -> dict[str, Any]:
             OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=1.0), [ddp]
         )
         rank = dist.get_rank()
+        process_groups = len(dist.distributed_c10d._world.pg_map)
         losses: list[list[float]] = []
         norms, log_probs = [], []
         chosen: Counter[tuple[str, int]] = Counter()
@@ -150,7 +153,7 @@ def train(dynamic: bool) -> dict[str, Any]:
                 loss.backward()
                 total[mine] = torch.tensor([float(loss), float(count)])
                 assert describe(model) == before, "forward must change no attribute"
-                whole = unshard(-out.detach() * local.loss_mask, plan)
+                whole = token_log_probs(out.detach(), local.loss_mask, plan)
                 if plan.cp_rank == 0:
                     log_probs.append((number, mine, whole))
             ddp.finish_grad_sync()
@@ -160,6 +163,7 @@ def train(dynamic: bool) -> dict[str, Any]:
             losses.append((total[:, 0] / total[:, 1]).tolist())
             norms.append(float(norm))
         runs = linear_cp_mode_runs() - runs_before
+        assert len(dist.distributed_c10d._world.pg_map) == process_groups, "forward made a group"
         return {
             "losses": losses,
             "norms": norms,
@@ -209,6 +213,42 @@ def test_sizes_mixed_in_one_run_train_as_cp_one_does() -> None:
     for key, whole in by_key[0].items():
         # Stored lengths differ with the CP size's padding only: here both use the loader's.
         torch.testing.assert_close(whole, by_key[1][key], rtol=1e-3, atol=1e-3)
+
+
+def count_plans(recompute: dict[str, Any]) -> tuple[int, int]:
+    """Plans built, and GDN layers run, by two micro-batches, forward and backward."""
+    with cpu_cuda():
+        parallel_state.initialize_model_parallel(context_parallel_size=4)
+        model = make_model(**recompute)
+        group = parallel_state.get_context_parallel_group()
+        builds, runs = plan_builds(), linear_cp_mode_runs()
+        for lengths in ([16, 24], [40]):
+            batch = pack_sequences([torch.arange(1, n + 1) for n in lengths], multiple_of=8)
+            params = make_packed_seq_params(batch, group)
+            tokens = batch.tokens.shape[1] // 4
+            plan = plan_for(params, group, local_tokens=tokens, batch=1, layout="zigzag")
+            local = shard_batch(batch, plan)
+            out = model(
+                local.tokens,
+                local.position_ids,
+                None,
+                labels=local.labels,
+                packed_seq_params=params,
+            )
+            out.sum().backward()
+        return plan_builds() - builds, sum((linear_cp_mode_runs() - runs).values())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_one_plan_a_micro_batch_whatever_depth_and_recompute(recompute: bool) -> None:
+    full = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    linear_layers = LAYERS - 1
+    expected = (2, 2 * linear_layers * (2 if recompute else 1))
+    assert run_distributed(count_plans, 4, full if recompute else {}) == [expected] * 4
 
 
 def same_module_twice() -> dict[str, Any]:

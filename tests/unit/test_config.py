@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig as UpstreamConfig
 
 from megatron.linear_cp import LinearCPConfigMixin, TransformerConfig, resolve_linear_cp_mode
+from megatron.linear_cp.modes.heads import check_heads
 
 RULES = json.loads((Path(__file__).parent.parent / "cases" / "config_rules.json").read_text())
 
@@ -55,6 +56,51 @@ def test_head_rule(case: dict) -> None:
         return
     with pytest.raises(ValueError, match=r"linear_cp_mode"):
         build()
+
+
+HEADS = [(16, 32), (4, 8), (2, 4)]
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("cp", [1, 2, 4, 8])
+@pytest.mark.parametrize("tp", [1, 2, 4, 32])
+def test_head_rule_and_auto_over_the_whole_table(tp: int, cp: int, heads: tuple[int, int]) -> None:
+    """headwise asks for TP * CP, the others for TP; auto is headwise where it fits."""
+    sizes = {
+        "num_key_heads": heads[0],
+        "num_value_heads": heads[1],
+        "tensor_model_parallel_size": tp,
+        "context_parallel_size": cp,
+    }
+    # The key heads decide: here the value heads are twice as many.
+    fits = {
+        "headwise": heads[0] >= tp * cp,
+        "chunkwise": heads[0] >= tp,
+        "all_gather": heads[0] >= tp,
+    }
+    for mode, fit in fits.items():
+        if fit:
+            check_heads(mode, **sizes)
+            continue
+        with pytest.raises(
+            ValueError, match=f"linear_cp_mode '{mode}': {heads[0]} key heads"
+        ) as error:
+            check_heads(mode, **sizes)
+        others = [name for name in fits if name != mode and fits[name]]
+        assert all(name in str(error.value) for name in others)
+        assert ("no mode fits" in str(error.value)) == (not any(fits.values()))
+    if any(fits.values()):
+        expected = "headwise" if fits["headwise"] else "all_gather"
+        assert resolve_linear_cp_mode("auto", **sizes) == expected
+    else:
+        with pytest.raises(ValueError, match="no mode fits"):
+            resolve_linear_cp_mode("auto", **sizes)
+
+
+def test_deterministic_mode_and_an_exchange_that_is_not() -> None:
+    assert make_config(deterministic_mode=True, linear_cp_mode="chunkwise").deterministic_mode
+    with pytest.raises(ValueError, match="'fla' is not deterministic; use 'scan'"):
+        make_config(deterministic_mode=True, linear_cp_state_exchange="fla")
 
 
 def test_refusal_names_heads_sizes_rule_and_what_would_fit() -> None:
