@@ -211,9 +211,27 @@ class GatedDeltaNet(_UpstreamGatedDeltaNet):
     def _gated_norm(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Norm of every value head times its gate, ``[1, T, HV, V]`` in and out."""
         if isinstance(self.out_norm, RMSNorm):
-            return self.out_norm(out, gate)
-        normed = self.out_norm(out.reshape(-1, self.value_head_dim)).view_as(out)
+            normed: torch.Tensor = self._out_norm(out, gate)
+            return normed
+        normed = self._out_norm(out.reshape(-1, self.value_head_dim)).view_as(out)
         return (normed * self.act_fn(gate.float())).to(out.dtype)
+
+    def _out_norm(self, *inputs: torch.Tensor) -> Any:
+        """Run ``out_norm``; under tensor parallelism its weight's gradient is summed over heads.
+
+        The weight is replicated but each tensor-parallel rank sees its own heads. Megatron-Core
+        sums such gradients at the end of a step under sequence parallelism only; without it the
+        replicas would drift apart.
+        """
+        if self.tp_size == 1 or self.config.sequence_parallel:
+            return self.out_norm(*inputs)
+        weights = {
+            name: tensor_parallel.copy_to_tensor_model_parallel_region(
+                weight, group=self.pg_collection.tp
+            )
+            for name, weight in self.out_norm.named_parameters()
+        }
+        return torch.func.functional_call(self.out_norm, weights, inputs)
 
     def _recomputes_norm(self) -> bool:
         config = self.config

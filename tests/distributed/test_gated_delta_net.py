@@ -28,7 +28,9 @@ HIDDEN = 16
 DENSE = {"length": 16, "batch": 3}
 
 
-def make_config(mode: str, layout: str, cp: int, dtype: torch.dtype) -> TransformerConfig:
+def make_config(
+    mode: str, layout: str, cp: int, dtype: torch.dtype, **changes: Any
+) -> TransformerConfig:
     return TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,
@@ -46,6 +48,7 @@ def make_config(mode: str, layout: str, cp: int, dtype: torch.dtype) -> Transfor
         activation_func=F.silu,
         transformer_impl="local",
         params_dtype=dtype,
+        **changes,
     )
 
 
@@ -187,3 +190,86 @@ def test_dense_batch_of_three(cp: int, layout: str, mode: str) -> None:
     row = tuple(DENSE["length"] * i for i in range(DENSE["batch"] + 1))
     parts = run_distributed(run_module, cp, mode, layout, torch.float64, None)
     assert_all_close(whole(parts), reference(row, torch.float64), 1e-12)
+
+
+def shard_state(state: dict[str, torch.Tensor], rank: int, size: int) -> dict[str, torch.Tensor]:
+    """A tensor-parallel rank's part: every section of the fused projections is cut by itself."""
+    heads, value = SHAPE.num_value_heads, SHAPE.value_head_dim
+    qk = SHAPE.num_key_heads * SHAPE.key_head_dim
+    conv = [qk, qk, heads * value]
+    sections = {
+        "in_proj.weight": [*conv, heads * value, heads, heads],
+        "conv1d.weight": conv,
+        "conv1d.bias": conv,
+        "A_log": [heads],
+        "dt_bias": [heads],
+    }
+    mine = dict(state)
+    for name, widths in sections.items():
+        parts = state[name].split(widths)
+        mine[name] = torch.cat([part.chunk(size)[rank] for part in parts])
+    mine["out_proj.weight"] = state["out_proj.weight"].chunk(size, dim=1)[rank]
+    return mine
+
+
+def run_tensor_parallel(mode: str, sequence_parallel: bool, row: list[int]) -> dict[str, Any]:
+    """TP 2 x CP 2: this rank's gradients and the part of the whole model's that they are."""
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megatron.linear_cp.gated_delta_net import GatedDeltaNet
+    from megatron.linear_cp.layer_specs import get_gated_delta_net_module_spec
+
+    dtype = torch.float64
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, context_parallel_size=2)
+    groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+    config = make_config(
+        mode,
+        "zigzag",
+        2,
+        dtype,
+        tensor_model_parallel_size=2,
+        sequence_parallel=sequence_parallel,
+        perform_initialization=False,
+    )
+    with cpu_cuda():
+        spec = get_gated_delta_net_module_spec(config)
+        module = GatedDeltaNet(
+            config, spec.submodules, layer_number=1, conv_bias=True, pg_collection=groups
+        )
+        module.load_state_dict(shard_state(make_state(dtype), groups.tp.rank(), 2), strict=True)
+        ranges = token_ranges(row, 2, "zigzag")
+        index = torch.from_numpy(rank_indices(ranges, groups.cp.rank()))
+        hidden, grad = (x[index].unsqueeze(1) for x in make_tokens(row[-1], dtype))
+        if sequence_parallel:
+            hidden, grad = (x.chunk(2)[groups.tp.rank()] for x in (hidden, grad))
+        hidden = hidden.clone().requires_grad_()
+        cu = torch.tensor(row, dtype=torch.int32)
+        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)
+        out, _ = module(hidden, None, packed_seq_params=params)
+        out.backward(grad)
+    grads = {name: p.grad for name, p in module.named_parameters()}
+    for name, gradient in grads.items():
+        dist.all_reduce(gradient, group=groups.cp)
+        if sequence_parallel and name == "out_norm.weight":
+            # What Megatron-Core does at the end of a step for weights marked sequence_parallel.
+            dist.all_reduce(gradient, group=groups.tp)
+    expected = reference(tuple(row), dtype)
+    wanted = shard_state(
+        {n.removeprefix("d"): g for n, g in expected.items() if n not in ("out", "dhidden")},
+        groups.tp.rank(),
+        2,
+    )
+    tokens = {"out": expected["out"][index], "dhidden": expected["dhidden"][index]}
+    if sequence_parallel:
+        tokens = {name: x.chunk(2)[groups.tp.rank()] for name, x in tokens.items()}
+    actual = {"out": out.detach().squeeze(1), "dhidden": hidden.grad.squeeze(1)}
+    assert_all_close(actual | grads, tokens | wanted, 1e-12)
+    return {"checked": len(grads)}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_tensor_parallel_times_context_parallel(mode: str, sequence_parallel: bool) -> None:
+    results = run_distributed(run_tensor_parallel, 4, mode, sequence_parallel, [0, 16, 40, 64])
+    assert [result["checked"] for result in results] == [7] * 4
