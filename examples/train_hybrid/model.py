@@ -21,7 +21,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron.linear_cp import ContextParallelPlan, TransformerConfig, get_gdn_hybrid_layer_spec
+from megatron.linear_cp import TransformerConfig, get_gdn_hybrid_layer_spec
 from megatron.linear_cp.comm import count_traffic
 from megatron.linear_cp.data import (
     PackedBatch,
@@ -29,6 +29,7 @@ from megatron.linear_cp.data import (
     shard_batch,
     token_loss_sum,
 )
+from megatron.linear_cp.packed_seq_params import packed_plan
 
 
 @dataclass(frozen=True)
@@ -175,14 +176,15 @@ def _forward_step(
     """Shard one row over the CP group, run the model, hand the schedule a loss function."""
     batch = next(batches)
     group = parallel_state.get_context_parallel_group()
-    plan = ContextParallelPlan.build(batch.cu_seqlens_padded, group)
-    local = shard_batch(batch, plan).to(device)
+    params = make_packed_seq_params(batch.to(device), group)
+    # Kept with the params: every layer reuses it.
+    local = shard_batch(batch, packed_plan(params, group)).to(device)
     losses = model(
         local.tokens,
         local.position_ids,
         None,
         labels=local.labels,
-        packed_seq_params=make_packed_seq_params(local, group),
+        packed_seq_params=params,
     )
 
     def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:

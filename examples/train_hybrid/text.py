@@ -32,14 +32,16 @@ def load_documents(path: str | None) -> list[torch.Tensor]:
 
         return [_tokens(text) for _, text in sorted(topics.items())]
     file = Path(path)
-    if not file.exists():
-        raise ValueError(f"{path}: no such file; DATA must name a .txt or .jsonl file")
-    if not file.is_file():
-        raise ValueError(f"{path}: not a regular file; DATA must name a .txt or .jsonl file")
     try:
+        if not file.exists():
+            raise ValueError(f"{path}: no such file; DATA must name a .txt or .jsonl file")
+        if not file.is_file():
+            raise ValueError(f"{path}: not a regular file; DATA must name a .txt or .jsonl file")
         content = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     if not content.strip():
         raise ValueError(f"{path}: the file is empty; nothing to train on")
     return (

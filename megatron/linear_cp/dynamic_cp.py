@@ -14,6 +14,8 @@ class ContextParallelGroups:
     """This process's group of every CP size; see :func:`create_context_parallel_groups`."""
 
     def __init__(self, groups: Mapping[int, dist.ProcessGroup]) -> None:
+        if not groups:
+            raise ValueError("there must be a group of at least one context-parallel size")
         for size, group in groups.items():
             if group.size() != size:
                 raise ValueError(f"the group given for CP size {size} has {group.size()} ranks")

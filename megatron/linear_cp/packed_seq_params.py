@@ -167,16 +167,18 @@ def plan_for(
 
     Whether all ranks of a group were given the same micro-batch is compared on every call, at the
     price of a collective and a read of the boundaries, where the environment variable
-    ``LINEAR_CP_CHECK_PEERS`` is 1 on all of them.
+    ``LINEAR_CP_CHECK_PEERS`` is 1 on all of them. It finds any difference between ranks that agree
+    on the group.
 
     Raises:
         ValueError: boundaries that are malformed, differ between q and kv, cannot be cut, or do not
             end at ``local_tokens * cp_size``; packed input with a batch above 1. The same on every
             rank, before any collective.
     """
-    packed = is_packed(packed_seq_params)
     if os.environ.get(CHECK_PEERS_VARIABLE) == "1":
-        _check_peers(packed_seq_params if packed else None, cp_group, local_tokens, batch, layout)
+        # Before any check of this rank's own: a rank that raises alone leaves the others waiting.
+        _check_peers(packed_seq_params, cp_group, local_tokens, batch, layout)
+    packed = is_packed(packed_seq_params)
     if packed and packed_seq_params is not None:
         if batch != 1:
             raise ValueError(
@@ -193,6 +195,31 @@ def plan_for(
             )
         return plan
     return _dense_plan(cp_group, local_tokens * cp_group.size(), batch, layout, conv_kernel_size)
+
+
+def packed_plan(
+    packed_seq_params: PackedSeqParams,
+    cp_group: dist.ProcessGroup,
+    *,
+    layout: str = "zigzag",
+    conv_kernel_size: int = 4,
+) -> ContextParallelPlan:
+    """The plan of a packed micro-batch, for the loader that shards it; the layers then reuse it.
+
+    Args:
+        packed_seq_params: with ``qkv_format="thd"`` and boundaries.
+        cp_group: the group of the micro-batch.
+        layout: ``"zigzag"`` or ``"contiguous"``, as the model's config declares.
+        conv_kernel_size: taps of the causal convolution.
+
+    Raises:
+        ValueError: params that are not packed, or boundaries that do not fit.
+    """
+    if not is_packed(packed_seq_params):
+        raise ValueError(
+            f"packed_plan needs qkv_format 'thd', got {packed_seq_params.qkv_format!r}"
+        )
+    return _packed_plan(packed_seq_params, cp_group, layout, conv_kernel_size)
 
 
 @dataclass(frozen=True)
@@ -248,10 +275,14 @@ def _check_peers(
     if group.size() == 1:
         return
     mine: dict[str, Any] = {"layout": layout, "local tokens": local_tokens, "batch": batch}
-    if params is not None:
-        for name in _BOUNDARY_FIELDS:
-            boundaries = getattr(params, name)
-            mine[name] = boundaries.tolist() if isinstance(boundaries, torch.Tensor) else boundaries
+    if params is not None and params.qkv_format not in _DENSE_FORMATS:
+        for name, boundaries in zip(_BOUNDARY_FIELDS, _boundaries(params), strict=True):
+            if boundaries is not None:
+                mine["qkv_format"] = params.qkv_format
+                mine[name] = boundaries
+            if isinstance(boundaries, torch.Tensor):
+                mine[name] = boundaries.tolist()
+                mine[f"dtype of {name}"] = str(boundaries.dtype)
     everyone: list[dict[str, Any]] = [{} for _ in range(group.size())]
     dist.all_gather_object(everyone, mine, group=group)
     for rank, theirs in enumerate(everyone):

@@ -355,28 +355,55 @@ def test_length_multiple(arguments: dict, expected: int) -> None:
     assert length_multiple(**arguments) == expected
 
 
-def plan_with_odd_rank(check: bool, stale: bool) -> None:
-    """Rank 2 has other boundaries; ``stale``: it hands in the last micro-batch again."""
+def plan_with_odd_rank(check: bool, case: str) -> None:
+    """Rank 2 hands in something else than its peers."""
     os.environ["LINEAR_CP_CHECK_PEERS"] = "1" if check else "0"
     odd = dist.get_rank() == 2
 
-    def packed(row: list[int]) -> PackedSeqParams:
-        cu = torch.tensor(row, dtype=torch.int32)
+    def packed(row: list[int], dtype: torch.dtype = torch.int32) -> PackedSeqParams:
+        cu = torch.tensor(row, dtype=dtype)
         return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)
 
-    def plan(params: PackedSeqParams) -> None:
-        plan_for(params, dist.group.WORLD, local_tokens=6, batch=1, layout="contiguous")
+    def plan(params: PackedSeqParams, local_tokens: int = 6) -> None:
+        plan_for(params, dist.group.WORLD, local_tokens=local_tokens, batch=1, layout="contiguous")
 
-    last = packed([0, 16, 24])
-    if stale:
-        plan(last)
-    plan(last if odd else packed([0, 8, 24]))
+    last, mine, tokens = packed([0, 16, 24]), packed([0, 8, 24]), 6
+    match case:
+        case "boundaries":
+            mine = last if odd else mine
+        case "stale":  # the last micro-batch again, whose plan is there already
+            plan(last)
+            mine = last if odd else mine
+        case "in place":
+            plan(mine)
+            if odd:
+                mine.cu_seqlens_q[1] = 16
+        case "format":
+            mine.qkv_format = "THD" if odd else "thd"
+        case "dtype":
+            mine = packed([0, 8, 24], torch.float32) if odd else mine
+        case "length":
+            tokens = 5 if odd else 6
+    plan(mine, tokens)
 
 
-@pytest.mark.parametrize("stale", [False, True])
-def test_a_rank_with_another_micro_batch_is_found_on_request(stale: bool) -> None:
-    errors = run_distributed(plan_with_odd_rank, 4, True, stale, return_exceptions=True, timeout=60)
+ODD_RANKS = {
+    "boundaries": "different cu_seqlens_kv: rank 0 has [0, 8, 24], rank 2 has [0, 16, 24]",
+    "stale": "different cu_seqlens_kv: rank 0 has [0, 8, 24], rank 2 has [0, 16, 24]",
+    "in place": "different cu_seqlens_kv: rank 0 has [0, 8, 24], rank 2 has [0, 16, 24]",
+    "format": "different qkv_format: rank 0 has thd, rank 2 has THD",
+    "dtype": "dtype of cu_seqlens_kv: rank 0 has torch.int32, rank 2 has torch.float32",
+    "length": "different local tokens: rank 0 has 6, rank 2 has 5",
+}
+
+
+@pytest.mark.parametrize("case", ODD_RANKS)
+def test_a_rank_with_another_micro_batch_is_found_on_request(case: str) -> None:
+    errors = run_distributed(plan_with_odd_rank, 4, True, case, return_exceptions=True, timeout=60)
     for error in errors:
         assert isinstance(error, ValueError)
-        assert "rank 0 has [0, 8, 24], rank 2 has [0, 16, 24]" in str(error)
-    assert run_distributed(plan_with_odd_rank, 4, False, stale) == [None] * 4, "off by default"
+        assert ODD_RANKS[case] in str(error)
+
+
+def test_peers_are_not_asked_by_default() -> None:
+    assert run_distributed(plan_with_odd_rank, 4, False, "boundaries") == [None] * 4

@@ -107,6 +107,24 @@ def test_bad_rule_switches(keywords: dict, message: str) -> None:
         gated_delta_rule(*rule_inputs(), **keywords)
 
 
+def test_known_fault_of_flas_own_op_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.linear_cp.ops import fla_exchange
+
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    asked = []
+
+    def known_fault(*arguments: object) -> str | None:
+        asked.append(arguments)
+        return "wrong" if arguments[3] == 64 else None
+
+    monkeypatch.setattr(fla_exchange.fla_capabilities, "known_fault", known_fault)
+    fla_exchange.refuse_known_fault(torch.device("cuda"), 128)
+    with pytest.raises(fla_exchange.fla_capabilities.FlaUnavailableError, match="wrong; or state"):
+        fla_exchange.refuse_known_fault(torch.device("cuda"), 64)
+    assert [a[2] for a in asked] == [(9, 0), (9, 0)]
+
+
 def test_bad_conv_inputs() -> None:
     x, weight = conv_inputs()
     with pytest.raises(ValueError, match="at least one tap"):

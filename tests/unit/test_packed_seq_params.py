@@ -14,6 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.linear_cp import resolve_cp_group
 from megatron.linear_cp.packed_seq_params import (
     is_packed,
+    packed_plan,
     plan_for,
     resolve_cu_seqlens,
     single_rank_group,
@@ -150,6 +151,12 @@ class TestBoundaries:
 
 
 class TestReuse:
+    def test_loader_and_layers_share_a_plan(self) -> None:
+        params, group = packed([0, 8, 24]), group_of(2)
+        assert packed_plan(params, group) is plan(params, group, 12)
+        with pytest.raises(ValueError, match="needs qkv_format 'thd', got 'sbhd'"):
+            packed_plan(packed([0, 8], qkv_format="sbhd"), group)
+
     def test_one_plan_for_all_layers(self) -> None:
         params, group = packed([0, 8, 24]), group_of(2)
         before = plan_builds()

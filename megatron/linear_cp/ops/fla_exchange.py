@@ -47,6 +47,23 @@ def check_fla_exchange(plan: ContextParallelPlan, device: torch.device, width: i
     fla_capabilities.require("cp_context")
 
 
+def refuse_known_fault(device: torch.device, key_dim: int) -> None:
+    """Raise ``FlaUnavailableError`` where FLA's own op is known to give wrong gradients."""
+    import triton
+
+    fault = fla_capabilities.known_fault(
+        fla_capabilities.probe().version,
+        triton.__version__,
+        torch.cuda.get_device_capability(device),
+        key_dim,
+        fla_capabilities.has_tilelang(),
+    )
+    if fault is not None:
+        raise fla_capabilities.FlaUnavailableError(
+            f"{fault}; or state_exchange='scan', which does not run that kernel"
+        )
+
+
 def cp_context(plan: ContextParallelPlan, device: torch.device, width: int) -> Any:
     """FLA's context of this micro-batch, built once per plan and width."""
 
@@ -56,12 +73,14 @@ def cp_context(plan: ContextParallelPlan, device: torch.device, width: int) -> A
         # FLA mis-routes equal boundaries; a sequence of no token has nothing to route.
         boundaries = np.unique(plan.boundaries)
         host = torch.from_numpy(boundaries.astype(np.int64))
-        context = build_cp_context(
-            to_device(boundaries, device),
-            group=plan.group,
-            conv1d_kernel_size=width,
-            cu_seqlens_cpu=host,
-        )
+        # It is kept: nothing in it may be an inference tensor, which autograd refuses later.
+        with torch.inference_mode(False):
+            context = build_cp_context(
+                to_device(boundaries, device),
+                group=plan.group,
+                conv1d_kernel_size=width,
+                cu_seqlens_cpu=host,
+            )
         # What is kept must not hold the group, which may be destroyed before the plan.
         kept = copy.copy(context)
         kept.group = None
@@ -119,6 +138,7 @@ def gated_delta_rule(
         width: taps of the convolution that the layer runs before, whose context is then shared.
     """
     check_fla_exchange(plan, q.device, width)
+    refuse_known_fault(q.device, q.shape[-1])
     group = v.shape[2] // q.shape[2]
     if group > 1 and not fla_capabilities.probe().grouped_value_heads:
         q, k = (x.repeat_interleave(group, dim=2) for x in (q, k))

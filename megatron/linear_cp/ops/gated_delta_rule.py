@@ -69,6 +69,8 @@ def gated_delta_rule(
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
     if state_exchange == "fla" and plan.cp_size > 1:
+        if backend == "torch":
+            raise ValueError("state_exchange='fla' runs FLA's kernels; use 'scan' with 'torch'")
         # Imported late, with FLA.
         from megatron.linear_cp.ops import fla_exchange
 
