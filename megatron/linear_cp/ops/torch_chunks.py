@@ -158,10 +158,57 @@ class Chunks(NamedTuple):
     solve: Tensor  # T [n, H, G, C, C]
     blocks: tuple[Block, ...]
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything computed from the inputs, for :func:`restore_chunks`."""
+        return (
+            self.qk,
+            self.v,
+            self.beta,
+            self.enter,
+            self.leave,
+            self.whole,
+            self.decay,
+            self.gram,
+            self.solve,
+        )
+
     @property
     def k(self) -> Tensor:
         """``[n, H, C, K]``, a view."""
         return self.qk[:, :, self.layout.chunk :]
+
+
+def restore_chunks(
+    tensors: tuple[Tensor, ...], scale: float, value_dtype: torch.dtype, segments: Segments
+) -> Chunks:
+    """The :class:`Chunks` whose ``tensors()`` these are, of the same segments."""
+    qk, v, beta, enter, leave, whole, decay, gram, solve = tensors
+    layout = _layout_of(segments)
+    heads, group = beta.shape[1:3]
+    return Chunks(
+        layout=layout,
+        scale=scale,
+        heads=(heads, group),
+        value_dtype=value_dtype,
+        qk=qk,
+        v=v,
+        beta=beta,
+        enter=enter,
+        leave=leave,
+        whole=whole,
+        decay=decay,
+        gram=gram,
+        solve=solve,
+        blocks=_blocks_of(layout, (heads, group), v.shape[4], qk.device),
+    )
+
+
+def _blocks_of(
+    layout: Layout, heads: tuple[int, int], value_dim: int, device: torch.device
+) -> tuple[Block, ...]:
+    return _blocks(
+        layout, heads[0] * heads[1] * layout.chunk * max(layout.chunk, value_dim), device
+    )
 
 
 def _write_decay(out: Tensor, high: Tensor, low: Tensor) -> None:
@@ -211,7 +258,7 @@ def prepare_chunks(
     solve = torch.empty_like(decay)
     high = gate.to(dtype)
     low = (gate - high).to(dtype)
-    blocks = _blocks(layout, heads * group * chunk * max(chunk, v.shape[3]), q.device)
+    blocks = _blocks_of(layout, (heads, group), v.shape[3], q.device)
     for a, b, _ in blocks:
         _write_decay(decay[a:b], high[a:b], low[a:b])
         torch.mul(decay[a:b], gram[a:b, :, None, chunk:], out=solve[a:b]).mul_(beta[a:b, ..., None])

@@ -30,9 +30,13 @@ from megatron.linear_cp.ops.torch_chunks import (
     Chunks,
     from_chunks,
     prepare_chunks,
+    restore_chunks,
     to_chunks,
 )
 from megatron.linear_cp.segments import Segments
+
+# Below this a layer keeps what backward would recompute (a third of the time), above it nothing.
+KEEP_BYTES = 64 * 2**20
 
 
 class _Trace(NamedTuple):
@@ -202,18 +206,19 @@ def forward(fwd: Chunks, initial_state: Tensor | None) -> tuple[Tensor, tuple[Te
         initial_state: ``[N, HV, K, V]`` or ``None`` for zeros.
 
     Returns:
-        ``o [1, T, HV, V]`` in the dtype of ``v``, and an empty residual: the backward pass
-        recomputes, so nothing but the inputs is kept.
+        ``o [1, T, HV, V]`` in the dtype of ``v``, and the residual: everything that backward needs
+        where that is small and on CPU, else nothing, and backward recomputes from the inputs.
     """
     with _exact(fwd.qk.device):
         chunk, (heads, group) = fwd.layout.chunk, fwd.heads
         state = _sorted_state(fwd, initial_state)
+        keep = _is_small(fwd)
         largest = max((block.stop - block.start for block in fwd.blocks), default=0)
-        scratch = _new_trace(fwd, largest, keep_states=False)
+        scratch = _new_trace(fwd, fwd.layout.num_chunks if keep else largest, keep_states=keep)
         o = fwd.qk.new_empty(fwd.v.shape)
         for block in fwd.blocks:
             a, b = block.start, block.stop
-            trace = _rows(scratch, 0, b - a)
+            trace = _rows(scratch, a, b) if keep else _rows(scratch, 0, b - a)
             _advance(fwd, block, state, trace)
             local = torch.bmm(_weights(fwd, a, b), trace.update.flatten(0, 2))
             torch.addcmul(
@@ -222,7 +227,21 @@ def forward(fwd: Chunks, initial_state: Tensor | None) -> tuple[Tensor, tuple[Te
                 fwd.enter[a:b].permute(0, 3, 1, 2)[..., None],
                 out=o[a:b],
             ).mul_(fwd.scale)
-        return from_chunks(o.flatten(2, 3), fwd.layout, fwd.value_dtype), ()
+        residual: tuple[Tensor, ...] = ()
+        if keep:
+            assert scratch.states is not None
+            residual = (*fwd.tensors(), scratch.carried, scratch.update, scratch.states)
+        return from_chunks(o.flatten(2, 3), fwd.layout, fwd.value_dtype), residual
+
+
+def _is_small(fwd: Chunks) -> bool:
+    """Whether what backward would recompute is better kept: on CPU, while it takes little room."""
+    if fwd.qk.device.type != "cpu":
+        return False
+    group, value_dim = fwd.v.shape[3:]
+    states = fwd.qk.numel() // (2 * fwd.layout.chunk) * group * value_dim
+    elements = sum(x.numel() for x in fwd.tensors()) + 3 * fwd.v.numel() + states
+    return elements * fwd.qk.element_size() <= KEEP_BYTES
 
 
 def prepare_backward(
@@ -237,7 +256,7 @@ def prepare_backward(
     initial_state: Tensor | None,
     do: Tensor,
 ) -> _Backward:
-    """Run the forward recurrence again and keep what the gradients need.
+    """Take what the gradients need from ``forward``, or run its recurrence again.
 
     Args:
         q: as given to `prepare_forward`, like all up to ``segments``.
@@ -254,13 +273,16 @@ def prepare_backward(
     Returns:
         An opaque value for `backward_summarize` and `backward`.
     """
-    del residual
     with _exact(q.device):
-        chunks = prepare_chunks(q, k, v, g, beta, scale, segments)
-        trace = _new_trace(chunks, chunks.layout.num_chunks, keep_states=True)
-        state = _sorted_state(chunks, initial_state)
-        for block in chunks.blocks:
-            _advance(chunks, block, state, _rows(trace, block.start, block.stop))
+        if residual:
+            chunks = restore_chunks(residual[:-3], scale, v.dtype, segments)
+            trace = _Trace(*residual[-3:])
+        else:
+            chunks = prepare_chunks(q, k, v, g, beta, scale, segments)
+            trace = _new_trace(chunks, chunks.layout.num_chunks, keep_states=True)
+            state = _sorted_state(chunks, initial_state)
+            for block in chunks.blocks:
+                _advance(chunks, block, state, _rows(trace, block.start, block.stop))
         do_rows = to_chunks(do, chunks.layout, chunks.qk.dtype).unflatten(2, chunks.heads)
         dtypes = (q.dtype, k.dtype, v.dtype, g.dtype, beta.dtype)
         return _Backward(chunks, trace, dtypes, do_rows)
