@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron.linear_cp import TransformerConfig
+from megatron.linear_cp import ContextParallelPlan, TransformerConfig
 from megatron.linear_cp.data import (
     PackedBatch,
     make_packed_seq_params,
@@ -28,7 +28,7 @@ from megatron.linear_cp.dynamic_cp import (
     length_multiple,
 )
 from megatron.linear_cp.modes import linear_cp_mode_runs
-from megatron.linear_cp.packed_seq_params import plan_for, resolve_cp_group
+from megatron.linear_cp.packed_seq_params import packed_plan, plan_for
 from megatron.linear_cp.plan import plan_builds
 from megatron.linear_cp.testing.cpu import cpu_cuda
 from megatron.linear_cp.testing.workers import run_distributed
@@ -98,6 +98,19 @@ def loader(groups: ContextParallelGroups, step: list[list[int]], seed: int) -> l
     return batches
 
 
+def run_batch(
+    model: Any, batch: PackedBatch, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, PackedBatch, ContextParallelPlan]:
+    """As the README shows it: losses of this rank's tokens, those tokens, and the plan."""
+    params = make_packed_seq_params(batch, group)
+    plan = packed_plan(params, group)
+    local = shard_batch(batch, plan)
+    out = model(
+        local.tokens, local.position_ids, None, labels=local.labels, packed_seq_params=params
+    )
+    return out, local, plan
+
+
 def train(dynamic: bool) -> dict[str, Any]:
     """Train over ``STEPS``; ``dynamic`` chooses the CP size by length, else every size is 1."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -132,23 +145,8 @@ def train(dynamic: bool) -> dict[str, Any]:
                 chosen["chunkwise", size] += LAYERS - 1
                 plans += 1
                 batch = batches[mine]
-                params = make_packed_seq_params(batch, group)
                 before = describe(model)
-                plan = plan_for(
-                    params,
-                    resolve_cp_group(parallel_state.get_context_parallel_group(), params),
-                    local_tokens=batch.tokens.shape[1] // size,
-                    batch=1,
-                    layout="zigzag",
-                )
-                local = shard_batch(batch, plan)
-                out = ddp(
-                    local.tokens,
-                    local.position_ids,
-                    None,
-                    labels=local.labels,
-                    packed_seq_params=params,
-                )
+                out, local, plan = run_batch(ddp, batch, group)
                 loss, count = token_loss_sum(out, local.loss_mask)
                 loss.backward()
                 total[mine] = torch.tensor([float(loss), float(count)])
@@ -224,17 +222,7 @@ def count_plans(recompute: dict[str, Any]) -> tuple[int, int]:
         builds, runs = plan_builds(), linear_cp_mode_runs()
         for lengths in ([16, 24], [40]):
             batch = pack_sequences([torch.arange(1, n + 1) for n in lengths], multiple_of=8)
-            params = make_packed_seq_params(batch, group)
-            tokens = batch.tokens.shape[1] // 4
-            plan = plan_for(params, group, local_tokens=tokens, batch=1, layout="zigzag")
-            local = shard_batch(batch, plan)
-            out = model(
-                local.tokens,
-                local.position_ids,
-                None,
-                labels=local.labels,
-                packed_seq_params=params,
-            )
+            out, _, _ = run_batch(model, batch, group)
             out.sum().backward()
         return plan_builds() - builds, sum((linear_cp_mode_runs() - runs).values())
 
@@ -260,22 +248,7 @@ def same_module_twice() -> dict[str, Any]:
         batch = pack_sequences([torch.arange(1, 33), torch.arange(1, 25)], multiple_of=8)
         outputs = []
         for size in (1, 2, 4, 1):
-            params = make_packed_seq_params(batch, groups[size])
-            plan = plan_for(
-                params,
-                groups[size],
-                local_tokens=batch.tokens.shape[1] // size,
-                batch=1,
-                layout="zigzag",
-            )
-            local = shard_batch(batch, plan)
-            out = model(
-                local.tokens,
-                local.position_ids,
-                None,
-                labels=local.labels,
-                packed_seq_params=params,
-            )
+            out, _, plan = run_batch(model, batch, groups[size])
             outputs.append(unshard(out.detach(), plan))
         return {"outputs": outputs}
 
