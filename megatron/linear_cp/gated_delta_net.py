@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.jit import jit_fuser
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as _UpstreamGatedDeltaNet
@@ -18,6 +19,7 @@ from megatron.linear_cp.modes import (
 )
 from megatron.linear_cp.modes.heads import check_heads
 from megatron.linear_cp.norm import RMSNorm
+from megatron.linear_cp.ops.split import split_channels
 from megatron.linear_cp.packed_seq_params import plan_for, resolve_cp_group
 
 # What the config declares and no call may change.
@@ -150,14 +152,14 @@ class GatedDeltaNet(_UpstreamGatedDeltaNet):
         # [s, b, x] -> [1, b * s, x]: samples one after another; a view where b is 1.
         width = projected.shape[-1]
         tokens = projected.transpose(0, 1).reshape(1, batch * local_tokens, width)
-        qkv, gate, beta, alpha = tokens.split(
+        qkv, gate, beta, alpha = split_channels(
+            tokens,
             [
                 self.conv_dim_local_tp,
                 self.v_dim_local_tp,
                 self.num_v_heads_local_tp,
                 self.num_v_heads_local_tp,
             ],
-            dim=-1,
         )
         out = run_linear_cp_mode(self.config.linear_cp_mode, self._inputs(qkv, beta, alpha), plan)
         gate = gate.unflatten(-1, (self.num_v_heads_local_tp, self.value_head_dim))
@@ -214,7 +216,7 @@ class GatedDeltaNet(_UpstreamGatedDeltaNet):
             normed: torch.Tensor = self._out_norm(out, gate)
             return normed
         normed = self._out_norm(out.reshape(-1, self.value_head_dim)).view_as(out)
-        return (normed * self.act_fn(gate.float())).to(out.dtype)
+        return _times_silu_fused(normed, gate) if out.is_cuda else _times_silu(normed, gate)
 
     def _out_norm(self, *inputs: torch.Tensor) -> Any:
         """Run ``out_norm``; under tensor parallelism its weight's gradient is summed over heads.
@@ -240,3 +242,11 @@ class GatedDeltaNet(_UpstreamGatedDeltaNet):
             and config.recompute_granularity == "selective"
             and "gdn_norm_out" in (config.recompute_modules or [])
         )
+
+
+def _times_silu(normed: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """The gate for norms that do not take it, such as Transformer Engine's."""
+    return (normed * torch.nn.functional.silu(gate.float())).to(normed.dtype)
+
+
+_times_silu_fused = jit_fuser(_times_silu)

@@ -13,8 +13,8 @@ class RMSNorm(torch.nn.Module):
 
     Takes the place of Megatron-Core's local norm, which refuses sequence parallelism and
     zero-centred gamma. Statistics and products are fp32 (fp64 for fp64 input) whatever the input.
-    The backward pass recomputes the normalised input: only ``x``, ``gate`` and one number a row
-    are kept.
+    The backward pass recomputes the normalised input: only ``x``, ``gate`` and at most one number a
+    row are kept. On CUDA, but for float64, each pass is one Triton kernel of the same arithmetic.
 
     Args:
         config: read for ``params_dtype``, ``sequence_parallel``, ``layernorm_zero_centered_gamma``
@@ -89,6 +89,14 @@ class RMSNorm(torch.nn.Module):
         return f"{self.hidden_size}, eps={self.eps}, zero_centered={self.zero_centered}"
 
 
+_FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _is_fused(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor | None) -> bool:
+    tensors = [x, weight] if gate is None else [x, weight, gate]
+    return all(t.is_cuda and t.dtype in _FUSED_DTYPES for t in tensors)
+
+
 def _compute_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
@@ -103,6 +111,14 @@ class _RMSNorm(torch.autograd.Function):
         eps: float,
         zero_centered: bool,
     ) -> torch.Tensor:
+        ctx.eps, ctx.zero_centered = eps, zero_centered
+        ctx.fused = _is_fused(x, weight, gate)
+        if ctx.fused:
+            # Imported late: an installation for the CPU may lack Triton.
+            from megatron.linear_cp.ops import triton_norm
+
+            ctx.save_for_backward(x, weight, gate)
+            return triton_norm.forward(x, weight, gate, eps, zero_centered)
         dtype = _compute_dtype(x)
         wide = x.to(dtype)
         rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -110,12 +126,17 @@ class _RMSNorm(torch.autograd.Function):
         if gate is not None:
             out = torch.nn.functional.silu(gate.to(dtype)).mul_(out).to(x.dtype)
         ctx.save_for_backward(x, weight, gate, rstd)
-        ctx.zero_centered = zero_centered
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.fused:
+            from megatron.linear_cp.ops import triton_norm
+
+            x, weight, gate = ctx.saved_tensors
+            grads = triton_norm.backward(grad, x, weight, gate, ctx.eps, ctx.zero_centered)
+            return *grads, None, None
         x, weight, gate, rstd = ctx.saved_tensors
         dtype = _compute_dtype(x)
         gamma = _gamma(weight, dtype, ctx.zero_centered)

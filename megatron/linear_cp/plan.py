@@ -249,8 +249,8 @@ class ContextParallelPlan:
         route = self.halo_route(self._conv_kernel_size)
         if device is not None:
             device = torch.device(device)
-            route.send_index.on(device)
-            route.gather_index.on(device)
+            for table in (route.send_index, route.own_rows, route.own_index):
+                table.on(device)
             self.segments.cu_seqlens(device)
         return self
 

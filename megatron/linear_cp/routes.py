@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.linear_cp.layout import TokenRanges, expand_runs, rank_indices
+from megatron.linear_cp.permute import RowSums
 from megatron.linear_cp.segments import HostTable, IntArray
 
 
@@ -23,15 +24,26 @@ class HaloRoute:
         send_index: local tokens to send, grouped by destination; one token may go to several.
         send_splits: rows for each rank.
         recv_splits: rows from each rank.
-        gather_index: ``[N * (width - 1)]`` rows of ``[local tokens | received rows | a zero row]``
-            that make up the halos. The zero row stands for what lies before a sequence.
+        own_rows, own_index: rows of the halos ``[N * (width - 1)]`` that are local tokens, and
+            which tokens.
+        far_rows, far_index: rows of the halos that are received, and which received rows. Rows in
+            neither lie before a sequence and are zero.
+        received_uses: which rows of the halos each received row became.
+        sent_tokens, sent_uses: local tokens that are in a halo anywhere, and for each of them the
+            rows of ``[own_rows' gradients | gradients of the sent rows]`` that belong to it.
     """
 
     crosses: bool
     send_index: HostTable
     send_splits: tuple[int, ...]
     recv_splits: tuple[int, ...]
-    gather_index: HostTable
+    own_rows: HostTable
+    own_index: HostTable
+    far_rows: HostTable
+    far_index: HostTable
+    received_uses: RowSums
+    sent_tokens: HostTable
+    sent_uses: RowSums
 
 
 @dataclass(frozen=True)
@@ -149,7 +161,6 @@ def build_halo_route(
     ranges: TokenRanges, boundaries: IntArray, cp_rank: int, cp_size: int, width: int
 ) -> HaloRoute:
     """Route of the conv halo for a kernel of ``width`` taps; see :class:`HaloRoute`."""
-    local_tokens = int((ranges.stop - ranges.start)[ranges.rank == cp_rank].sum())
     by_start = np.argsort(ranges.start, kind="stable")
     # wanted[j, i]: the token that segment j reads at tap i before its own first token.
     wanted = ranges.start[:, None] + np.arange(1 - width, 0, dtype=np.int64)[None, :]
@@ -171,26 +182,32 @@ def build_halo_route(
     received = unique_tokens(remote & (target == cp_rank), source)
 
     here = ranges.rank == cp_rank
-    zero_row = local_tokens + len(received)
-    rows = np.full(wanted[here].shape, zero_row, dtype=np.int64)
-    own = inside[here] & ~remote[here]
-    rows[own] = position[here][own]
-    far = remote[here]
+    own = (inside[here] & ~remote[here]).ravel()
+    own_index = position[here].ravel()[own]
+    far = remote[here].ravel()
     # `received` is sorted by (source, token) and so is any key that keeps sources apart.
     stride = int(boundaries[-1]) + 1
     keys = received[:, 0] * stride + received[:, 1]
-    rows[far] = local_tokens + np.searchsorted(keys, source[here][far] * stride + wanted[here][far])
+    wanted_keys = (source[here] * stride + wanted[here]).ravel()
+    far_rows, far_index = np.flatnonzero(far), np.searchsorted(keys, wanted_keys[far])
 
     # Global token -> local position on this rank.
     local_globals = expand_runs(ranges.start[here], ranges.stop[here])
     order = np.argsort(local_globals)
     send_index = order[np.searchsorted(local_globals[order], sent[:, 1])]
+    tokens, use = np.unique(np.concatenate([own_index, send_index]), return_inverse=True)
     return HaloRoute(
         crosses=bool(remote.any()),
         send_index=HostTable(send_index),
         send_splits=_splits(sent[:, 0], cp_size),
         recv_splits=_splits(received[:, 0], cp_size),
-        gather_index=HostTable(rows.ravel()),
+        own_rows=HostTable(np.flatnonzero(own)),
+        own_index=HostTable(own_index),
+        far_rows=HostTable(far_rows),
+        far_index=HostTable(far_index),
+        received_uses=RowSums.build(far_index, len(received)),
+        sent_tokens=HostTable(tokens),
+        sent_uses=RowSums.build(use, len(tokens)),
     )
 
 

@@ -14,13 +14,10 @@ pytest.importorskip("fla", reason="needs fla-core (and Triton), which is not ins
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from megatron.linear_cp.ops import fla_capabilities, fla_conv, fla_rule
+from megatron.linear_cp.ops import fla_capabilities, fla_rule, triton_wy
 from megatron.linear_cp.segments import Segments
 from megatron.linear_cp.testing.parity import assert_all_close, make_rule_inputs
-from megatron.linear_cp.testing.reference import (
-    causal_conv1d_reference,
-    gated_delta_rule_reference,
-)
+from megatron.linear_cp.testing.reference import gated_delta_rule_reference
 
 DEVICE = torch.device("cuda")
 SCALE = 0.25
@@ -162,6 +159,40 @@ def test_fp32_decay_and_large_beta(decay: float) -> None:
     assert_all_close(rule_gradients(*case), reference_gradients(*case), 1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_inverse_with_nearly_parallel_keys_and_beta_2(dtype: torch.dtype) -> None:
+    """The triangle to invert is large and close to full; powers of it would overflow."""
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    tokens, key_heads, heads = 128, 2, 4
+    keys = normal(1, 1, key_heads, 128) + 0.05 * normal(1, tokens, key_heads, 128)
+    k = torch.nn.functional.normalize(keys, dim=-1).to(DEVICE, dtype)
+    v = normal(1, tokens, heads, 64).to(DEVICE, dtype)
+    g = torch.zeros(1, tokens, heads, device=DEVICE)
+    beta = torch.full_like(g, 2.0)
+    tables = {
+        "cu_seqlens": torch.tensor([0, 100, tokens], dtype=torch.int32, device=DEVICE),
+        "chunk_indices": torch.tensor([[0, 0], [0, 1], [1, 0]], dtype=torch.int32, device=DEVICE),
+    }
+    unit = (tables, False, "tf32x3")
+    wy, _, u = triton_wy.wy_representation(k, v, g, beta, *unit)
+    expected = torch.zeros(wy.shape, dtype=torch.float64, device=DEVICE)
+    expected_u = torch.zeros_like(u, dtype=torch.float64)
+    for first, last in ((0, 64), (64, 100), (100, 128)):
+        for head in range(heads):
+            key = k[0, first:last, head // 2].double()
+            lower = (2 * key @ key.T).tril(-1)
+            identity = torch.eye(last - first, dtype=torch.float64, device=DEVICE)
+            inverse = torch.linalg.inv(identity + lower)
+            expected[0, first:last, head, : last - first] = inverse
+            expected_u[0, first:last, head] = 2 * inverse @ v[0, first:last, head].double()
+    gates = {"A": 1e-4, "u": 1e-4} if dtype == torch.float32 else {"A": 2.5e-3, "u": 1e-2}
+    assert_all_close({"A": wy, "u": u}, {"A": expected, "u": expected_u}, gates)
+
+
 @needs_rule
 def test_fp32_beta_and_decay_with_bf16_inputs() -> None:
     x, *rest = make_case(RAGGED, torch.bfloat16, (16, 32), (128, 128))
@@ -247,71 +278,12 @@ def test_thousands_of_tiny_segments_fit_the_launch_grid() -> None:
     assert_all_close(actual, {name: expected[name] for name in actual}, BF16_GATES)
 
 
-def conv_case(
-    lengths: tuple[int, ...], dim: int, width: int, dtype: torch.dtype, bias: bool
-) -> tuple[Segments, tuple[torch.Tensor | None, ...], torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
-
-    segments = segments_of(lengths)
-    # A slice of a wider projection, as the module passes it.
-    x = normal(1, segments.num_tokens, dim + 64)[..., :dim]
-    halo, weight = normal(len(lengths), width - 1, dim), normal(dim, width)
-    dy = normal(1, segments.num_tokens, dim)
-    return segments, (x, halo, weight, normal(dim) if bias else None), dy
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("lengths", "dim", "width", "bias", "activation"),
-    [
-        ((1, 2, 3, 200, 1), 640, 4, True, "silu"),
-        ((33, 64, 1, 1, 1), 96, 4, False, None),
-        ((1, 1, 1, 1, 9), 256, 7, False, "silu"),
-        ((40,), 128, 1, True, "silu"),
-    ],
-    ids=["silu-bias", "plain", "wider-than-segments", "width-1"],
-)
-def test_conv_against_reference(
-    dtype: torch.dtype,
-    lengths: tuple[int, ...],
-    dim: int,
-    width: int,
-    bias: bool,
-    activation: str | None,
-) -> None:
-    segments, inputs, dy = conv_case(lengths, dim, width, dtype, bias)
-    leaves = [None if t is None else t.double().requires_grad_() for t in inputs]
-    x, halo, weight, offset = leaves
-    assert x is not None and weight is not None
-    y = causal_conv1d_reference(
-        x, weight, offset, activation, cu_seqlens=segments.boundaries.tolist(), halo=halo
-    )
-    y.backward(dy.double())
-    names = ("x", "halo", "weight", "bias")
-    expected = {"y": y} | {
-        f"d{n}": torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        for n, leaf in zip(names, leaves, strict=True)
-        if leaf is not None
-    }
-    grads = fla_conv.backward(dy, *inputs, activation, segments)
-    actual = {"y": fla_conv.forward(*inputs, activation, segments)} | {
-        f"d{n}": grad for n, grad in zip(names, grads, strict=True) if grad is not None
-    }
-    assert_all_close(actual, expected, 1e-5 if dtype == torch.float32 else 5e-3)
-
-
 @needs_rule
 def test_no_host_sync_once_tables_and_kernels_exist() -> None:
     case = make_case(RAGGED, torch.bfloat16, (16, 32), (128, 128))
-    segments, inputs, dy = conv_case(RAGGED, 640, 4, torch.bfloat16, True)
 
     def step() -> None:
         rule_gradients(*case)
-        fla_conv.forward(*inputs, "silu", segments)
-        fla_conv.backward(dy, *inputs, "silu", segments)
 
     step()
     torch.cuda.synchronize()
@@ -334,12 +306,6 @@ def test_empty() -> None:
     state = torch.zeros(0, 4, 128, 64, device=DEVICE)
     for name, value in rule_gradients(x, segments, state, x["v"], state).items():
         assert value.numel() == 0, name
-    y = torch.zeros(1, 0, 32, device=DEVICE)
-    weight, halo = torch.ones(32, 4, device=DEVICE), torch.zeros(0, 3, 32, device=DEVICE)
-    assert fla_conv.forward(y, halo, weight, None, "silu", segments).shape == y.shape
-    dx, dhalo, dweight, dbias = fla_conv.backward(y, y, halo, weight, None, "silu", segments)
-    assert dx.shape == y.shape and dhalo.shape == halo.shape and dbias is None
-    assert torch.equal(dweight, torch.zeros_like(weight))
 
 
 def test_inputs_that_the_kernels_cannot_take_are_refused() -> None:

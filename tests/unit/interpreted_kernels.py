@@ -4,13 +4,15 @@
 
 A script: ``TRITON_INTERPRET`` must be set before Triton is imported, for the whole process. What
 the interpreter cannot do with FLA's own sources (tuning, a device context, loop counters with a
-method, one-element arrays as numbers) is bridged here, nothing of the package.
+method, one-element arrays as numbers) or with bfloat16 products is bridged here, nothing of the
+package.
 """
 
 import builtins
 import contextlib
 import inspect
 import itertools
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+import triton.language
 import triton.runtime.interpreter as interpreter
 from triton.runtime.autotuner import Autotuner
 
@@ -31,6 +34,19 @@ def _first_configuration(self: Any, *args: Any, **kwargs: Any) -> Any:
 Autotuner.run = _first_configuration
 _source = inspect.getsource(interpreter._patch_lang_tensor)
 exec(_source.replace("int(self.handle.data)", "int(self.handle.data.item())"), vars(interpreter))
+
+_product = interpreter.InterpreterBuilder.create_dot
+
+
+def _product_of_bfloat16(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+    a, b = (
+        self.cast_impl(x, triton.language.float32) if x.dtype == triton.language.bfloat16 else x
+        for x in (a, b)
+    )
+    return _product(self, a, b, *rest)
+
+
+interpreter.InterpreterBuilder.create_dot = _product_of_bfloat16
 
 import fla.ops.common.chunk_delta_h
 import fla.utils
@@ -51,13 +67,10 @@ def _range(*bounds: Any) -> Iterator[int]:
 
 fla.ops.common.chunk_delta_h.range = _range
 
-from megatron.linear_cp.ops import fla_conv, fla_kernels, fla_rule
+from megatron.linear_cp.ops import fla_kernels, fla_rule, triton_wy
 from megatron.linear_cp.segments import Segments
 from megatron.linear_cp.testing.parity import assert_all_close, make_rule_inputs
-from megatron.linear_cp.testing.reference import (
-    causal_conv1d_reference,
-    gated_delta_rule_reference,
-)
+from megatron.linear_cp.testing.reference import gated_delta_rule_reference
 
 NAMES = ("q", "k", "v", "g", "beta")
 SCALE = 0.3
@@ -106,54 +119,63 @@ def check_rule(
         assert_all_close(actual, expected, 1e-5)
 
 
-def check_conv(
-    lengths: tuple[int, ...], dim: int, width: int, bias: bool, activation: str | None
-) -> None:
+def check_wy(dtype: torch.dtype, log2_decay: bool, tolerance: dict[str, float]) -> None:
+    """Nearly parallel keys and ``beta = 2``: the triangle to invert is large and close to full."""
+    lengths, (heads, group), (key_dim, value_dim) = (65, 3), (2, 2), (24, 40)
     segments = Segments([0, *itertools.accumulate(lengths)])
-    generator = torch.Generator().manual_seed(2)
+    total, value_heads = segments.num_tokens, heads * group
+    generator = torch.Generator().manual_seed(4)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    inputs = (
-        normal(1, segments.num_tokens, dim + 8)[..., :dim],
-        normal(len(lengths), width - 1, dim),
-        normal(dim, width),
-        normal(dim) if bias else None,
-    )
-    dy = normal(1, segments.num_tokens, dim)
-    leaves = [None if t is None else t.double().requires_grad_() for t in inputs]
-    x, halo, weight, offset = leaves
-    assert x is not None and weight is not None
-    y = causal_conv1d_reference(
-        x, weight, offset, activation, cu_seqlens=segments.boundaries.tolist(), halo=halo
-    )
-    y.backward(dy.double())
-    names = ("x", "halo", "weight", "bias")
-    expected = {"y": y} | {
-        f"d{n}": torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        for n, leaf in zip(names, leaves, strict=True)
-        if leaf is not None
+    keys = normal(1, 1, heads, key_dim) + 0.1 * normal(1, total, heads, key_dim)
+    k = torch.nn.functional.normalize(keys, dim=-1).to(dtype)
+    v = normal(1, total, value_heads, value_dim).to(dtype)
+    # Any decay does here; each chunk starts anew.
+    g = (-0.01 * torch.arange(total).remainder(64)).expand(value_heads, total).T[None].contiguous()
+    beta = torch.full_like(g, 2.0).to(dtype)
+    kernels = fla_kernels.kernels()
+    (part,) = fla_kernels.split_for_launch(segments, value_heads, None)
+    tables = fla_kernels.shared_arguments(part, k.device, kernels)
+    unit = (tables, log2_decay, fla_kernels.FLOAT32_PRECISION)
+    wy, w, u = triton_wy.wy_representation(k, v, g, beta, *unit)
+    again = triton_wy.w_and_u(k, v, g, beta, wy, *unit)
+
+    decay = g.double() * (math.log(2) if log2_decay else 1.0)
+    expected = {
+        n: torch.zeros(x.shape, dtype=torch.float64) for n, x in zip("awu", (wy, w, u), strict=True)
     }
-    grads = fla_conv.backward(dy, *inputs, activation, segments)
-    actual = {"y": fla_conv.forward(*inputs, activation, segments)} | {
-        f"d{n}": grad for n, grad in zip(names, grads, strict=True) if grad is not None
-    }
-    assert_all_close(actual, expected, 1e-5)
+    for segment, chunk in part.chunk_indices.array.tolist():
+        first = int(segments.boundaries[segment]) + chunk * 64
+        t = slice(first, min(first + 64, int(segments.boundaries[segment + 1])))
+        for head in range(value_heads):
+            key, value, d = (
+                k[0, t, head // group].double(),
+                v[0, t, head].double(),
+                decay[0, t, head],
+            )
+            lower = (2 * (key @ key.T) * (d[:, None] - d).exp()).tril(-1)
+            a = torch.linalg.inv(torch.eye(len(d), dtype=torch.float64) + lower)
+            expected["a"][0, t, head, : len(d)] = a
+            expected["w"][0, t, head] = a @ (2 * d.exp()[:, None] * key)
+            expected["u"][0, t, head] = a @ (2 * value)
+    assert_all_close({"a": wy, "w": w, "u": u}, expected, tolerance)
+    assert torch.equal(again[0], w) and torch.equal(again[1], u)
 
 
 CASES = {
+    "wy-fp32": lambda: check_wy(torch.float32, False, {"a": 5e-5, "w": 5e-5, "u": 5e-5}),
+    # w and u are sums that nearly cancel: they show the rounding of the factor enlarged.
+    "wy-bf16": lambda: check_wy(torch.bfloat16, True, {"a": 4e-3, "w": 3e-2, "u": 1e-2}),
     "rule-equal-heads": lambda: check_rule((70, 1, 64), (1, 1), (16, 16), 0.05),
     "rule-grouped-heads": lambda: check_rule((5, 1, 65), (1, 2), (24, 40), 0.05),
+    "rule-two-key-blocks": lambda: check_rule((34, 5), (2, 4), (72, 24), 0.05),
     "rule-strong-decay": lambda: check_rule((40,), (1, 1), (16, 16), 16.0),
     "rule-many-launches": lambda: (
         setattr(fla_kernels, "_MAX_GRID", 4),
         check_rule((5, 1, 9, 3, 7), (1, 2), (16, 16), 0.05),
     ),
-    "conv-silu-bias": lambda: check_conv((40, 1, 2, 30), 24, 4, True, "silu"),
-    "conv-plain": lambda: check_conv((1, 1, 5), 16, 2, True, None),
-    "conv-wider-than-segments": lambda: check_conv((1, 1, 1, 2, 6), 16, 7, False, "silu"),
-    "conv-width-1": lambda: check_conv((7,), 16, 1, True, "silu"),
 }
 
 if __name__ == "__main__":

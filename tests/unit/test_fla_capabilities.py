@@ -23,12 +23,12 @@ def fresh_probe() -> Iterator[None]:
 
 
 def release(
-    monkeypatch: pytest.MonkeyPatch, version: str, absent: tuple[str, ...], fused: bool
+    monkeypatch: pytest.MonkeyPatch, version: str, absent: tuple[str, ...], newer: bool
 ) -> None:
     """Stand in for a release: modules with functions of the right signature, some left out."""
     monkeypatch.setattr(caps, "installed_version", lambda: version)
     entries = [entry for feature in caps.FEATURES.values() for entry in feature]
-    entries += [caps._FUSED_WY] if fused else caps._STEPPED_WY
+    entries += [caps._POWERS_OF_TWO] if newer else []
     # One function may serve several features: it takes the keywords of all.
     keywords: dict[tuple[str, str], set[str]] = {}
     for entry in entries:
@@ -52,24 +52,23 @@ def release(
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_release_with_stepped_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    release(monkeypatch, "0.4.2", (), fused=False)
+def test_release_with_natural_decay(monkeypatch: pytest.MonkeyPatch) -> None:
+    release(monkeypatch, "0.4.2", (), newer=False)
     found = caps.require("rule")
     assert (found.log2_decay, found.grouped_value_heads, found.int64_offsets) == (False,) * 3
     assert found.missing == {}
 
 
-def test_release_with_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    release(monkeypatch, "0.6.0", (), fused=True)
+def test_release_with_decay_in_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    release(monkeypatch, "0.6.0", (), newer=True)
     found = caps.require("rule")
     assert (found.log2_decay, found.grouped_value_heads, found.int64_offsets) == (True,) * 3
-    assert found.conv_module == "fla.modules.causal_conv1d"
 
 
 def test_missing_function_is_named_with_the_release_that_has_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    release(monkeypatch, "0.4.1", ("build_cp_context",), fused=False)
+    release(monkeypatch, "0.4.1", ("build_cp_context",), newer=False)
     assert caps.require("rule").version == "0.4.1"
     with pytest.raises(caps.FlaUnavailableError) as error:
         caps.require("cp_context")
@@ -78,14 +77,8 @@ def test_missing_function_is_named_with_the_release_that_has_it(
 
 
 def test_missing_keyword_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    release(monkeypatch, "0.4.1", ("chunk_indices",), fused=False)
+    release(monkeypatch, "0.4.1", ("chunk_indices",), newer=False)
     with pytest.raises(caps.FlaUnavailableError, match="takes no chunk_indices"):
-        caps.require("rule")
-
-
-def test_neither_way_to_the_wy_representation(monkeypatch: pytest.MonkeyPatch) -> None:
-    release(monkeypatch, "0.4.2", ("solve_tril",), fused=False)
-    with pytest.raises(caps.FlaUnavailableError, match="solve_tril"):
         caps.require("rule")
 
 

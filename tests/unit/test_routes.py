@@ -36,15 +36,41 @@ def check_halo(ranges: TokenRanges, cu: list[int], cp: int, width: int) -> None:
     )
     for rank, route in enumerate(routes):
         assert len(arrived[rank]) == sum(route.recv_splits)
-        rows = np.concatenate([own[rank], arrived[rank], [-1]])
         mine = ranges.rank == rank
-        halos = rows[route.gather_index.array].reshape(mine.sum(), width - 1)
+        halos = np.full(mine.sum() * (width - 1), -1)
+        halos[route.own_rows.array] = own[rank][route.own_index.array]
+        halos[route.far_rows.array] = arrived[rank][route.far_index.array]
+        halos = halos.reshape(mine.sum(), width - 1)
         for halo, start, seq in zip(halos, ranges.start[mine], ranges.sequence[mine], strict=True):
             wanted = [t if t >= cu[seq] else -1 for t in range(start - width + 1, start)]
             assert halo.tolist() == wanted
         # A token is sent at most once to a rank, however many halos it feeds there.
         for block in cut(arrived[rank], route.recv_splits):
             assert len(np.unique(block)) == len(block)
+    check_halo_gradient(routes, own)
+
+
+def check_halo_gradient(routes: list[HaloRoute], own: list[np.ndarray]) -> None:
+    """Every token gets the sum of its gradients over the halos that it is in, on any rank."""
+    rng = np.random.default_rng(0)
+    rows = [len(r.own_rows.array) + len(r.far_rows.array) for r in routes]
+    tokens, grads, returned = [], [], []
+    arrived = deliver(
+        [cut(own[r][x.send_index.array], x.send_splits) for r, x in enumerate(routes)]
+    )
+    for rank, route in enumerate(routes):
+        grad = torch.from_numpy(rng.normal(size=(rows[rank], 1)))
+        local, far = grad.split([len(route.own_rows.array), len(route.far_rows.array)])
+        tokens += [own[rank][route.own_index.array], arrived[rank][route.far_index.array]]
+        grads.append((local, grad))
+        returned.append(cut(route.received_uses.of(far).numpy(), route.recv_splits))
+    expected, actual = (np.zeros(sum(map(len, own))) for _ in range(2))
+    np.add.at(expected, np.concatenate(tokens), np.concatenate([g[:, 0] for _, g in grads]))
+    for rank, (route, back) in enumerate(zip(routes, deliver(returned), strict=True)):
+        sums = route.sent_uses.of(torch.cat([grads[rank][0], torch.from_numpy(back)]))
+        assert len(np.unique(route.sent_tokens.array)) == len(sums)
+        actual[own[rank][route.sent_tokens.array]] = sums[:, 0]
+    np.testing.assert_allclose(actual, expected, atol=1e-12)
 
 
 def check_states(ranges: TokenRanges, cp: int, heads: int) -> None:

@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
-from megatron.linear_cp.ops import causal_conv1d, gated_delta_rule
+from megatron.linear_cp.ops import gated_delta_rule
+from megatron.linear_cp.ops.causal_conv1d import causal_conv1d_qkv
+from megatron.linear_cp.ops.gates import gates
+from megatron.linear_cp.ops.heads import HeadShape
 from megatron.linear_cp.plan import ContextParallelPlan
 
 
@@ -48,10 +50,16 @@ class GatedDeltaNetInputs:
     backend: str = "auto"
 
     @property
+    def heads(self) -> HeadShape:
+        """How ``qkv`` is divided."""
+        return HeadShape(
+            self.num_key_heads, self.key_head_dim, self.num_value_heads, self.value_head_dim
+        )
+
+    @property
     def qkv_sections(self) -> tuple[int, int, int]:
         """Channels of q, k and v in ``qkv``."""
-        qk = self.num_key_heads * self.key_head_dim
-        return qk, qk, self.num_value_heads * self.value_head_dim
+        return self.heads.sections
 
 
 class LinearCPMode(Protocol):
@@ -67,36 +75,27 @@ class LinearCPMode(Protocol):
 
 def run_rule(inputs: GatedDeltaNetInputs, plan: ContextParallelPlan) -> torch.Tensor:
     """Convolution, gates and rule over the tokens and heads given: ``[1, T, HV, V]``."""
-    qkv = causal_conv1d(
+    q, k, v = causal_conv1d_qkv(
         inputs.qkv,
         inputs.conv_weight,
         inputs.conv_bias,
         inputs.activation,
         plan=plan,
+        heads=inputs.heads,
+        use_qk_l2norm=inputs.use_qk_l2norm,
         backend=inputs.backend,
     )
-    q, k, v = qkv.split(inputs.qkv_sections, dim=-1)
-    key_shape = (inputs.num_key_heads, inputs.key_head_dim)
-    g, beta = gates(inputs)
+    g, beta = gates(inputs.alpha, inputs.beta, inputs.A_log, inputs.dt_bias, backend=inputs.backend)
     return gated_delta_rule(
-        q.unflatten(-1, key_shape),
-        k.unflatten(-1, key_shape),
-        v.unflatten(-1, (inputs.num_value_heads, inputs.value_head_dim)),
+        q,
+        k,
+        v,
         g,
         beta,
         plan=plan,
         state_exchange=inputs.state_exchange,
         backend=inputs.backend,
-        use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
     )
-
-
-def gates(inputs: GatedDeltaNetInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log decay ``g`` in fp32 (fp64 for fp64) and write strength ``beta``, both ``[1, T, HV]``."""
-    wide = torch.float64 if inputs.alpha.dtype == torch.float64 else torch.float32
-    rate = inputs.A_log.to(wide).exp()
-    g = -rate * F.softplus(inputs.alpha.to(wide) + inputs.dt_bias.to(wide))
-    return g, inputs.beta.sigmoid()
 
 
 def with_tokens(

@@ -4,8 +4,9 @@
 import torch
 
 from megatron.linear_cp.context_parallel_layout import convert_rows
-from megatron.linear_cp.modes.base import GatedDeltaNetInputs, gates, run_rule, with_tokens
-from megatron.linear_cp.ops.gated_delta_rule import l2norm
+from megatron.linear_cp.modes.base import GatedDeltaNetInputs, run_rule, with_tokens
+from megatron.linear_cp.ops.gates import gates
+from megatron.linear_cp.ops.l2norm import l2norm
 from megatron.linear_cp.plan import ContextParallelPlan
 
 
@@ -36,7 +37,7 @@ def _fla_exchange(inputs: GatedDeltaNetInputs, plan: ContextParallelPlan) -> tor
     q, k = (x.unflatten(-1, (inputs.num_key_heads, inputs.key_head_dim)) for x in (q, k))
     if inputs.use_qk_l2norm:
         q, k = l2norm(q), l2norm(k)
-    g, beta = gates(inputs)
+    g, beta = gates(inputs.alpha, inputs.beta, inputs.A_log, inputs.dt_bias, backend=inputs.backend)
     out = fla_exchange.gated_delta_rule(
         q,
         k,

@@ -41,6 +41,6 @@ def conv_kernels(backend: str, device: torch.device) -> ModuleType:
     """The module that implements the causal convolution on ``device``."""
     if resolve_backend(backend, device) == "torch":
         return torch_conv
-    from megatron.linear_cp.ops import fla_conv
+    from megatron.linear_cp.ops import triton_conv
 
-    return fla_conv
+    return triton_conv

@@ -41,24 +41,18 @@ class Entry:
 _VARLEN = ("cu_seqlens", "chunk_indices")
 _DELTA_H = ("fla.ops.common.chunk_delta_h",)
 _CHUNK_O = ("fla.ops.common.chunk_o",)
-_WY = ("fla.ops.gated_delta_rule.wy_fast",)
 _CONV = ("fla.modules.causal_conv1d", "fla.modules.conv")
 
 _RULE = (
     Entry(("fla.ops.utils",), "chunk_local_cumsum", _VARLEN, "0.4.2"),
-    Entry(_WY, "recompute_w_u_fwd", _VARLEN, "0.4.2"),
     Entry(_DELTA_H, "chunk_gated_delta_rule_fwd_h", (*_VARLEN, "initial_state"), "0.4.2"),
     Entry(_DELTA_H, "chunk_gated_delta_rule_bwd_dhu", (*_VARLEN, "dht"), "0.4.2"),
     Entry(_CHUNK_O, "chunk_fwd_o", _VARLEN, "0.4.2"),
     Entry(_CHUNK_O, "chunk_bwd_dv_local", _VARLEN, "0.4.2"),
 )
-# One of the two ways to the WY representation: fused, or in three steps.
-_FUSED_WY = Entry(
+# Since it exists, releases keep the decay in powers of two and read grouped value heads.
+_POWERS_OF_TWO = Entry(
     ("fla.ops.gated_delta_rule.chunk_fwd",), "chunk_gated_delta_rule_fwd_intra", _VARLEN, "0.5.0"
-)
-_STEPPED_WY = (
-    Entry(("fla.ops.common.chunk_scaled_dot_kkt",), "chunk_scaled_dot_kkt_fwd", _VARLEN, "0.4.2"),
-    Entry(("fla.ops.utils",), "solve_tril", _VARLEN, "0.4.2"),
 )
 
 FEATURES: dict[str, tuple[Entry, ...]] = {
@@ -73,9 +67,8 @@ FEATURES: dict[str, tuple[Entry, ...]] = {
         ),
         Entry(_CONV, "causal_conv1d", ("cu_seqlens", "cp_context"), "0.4.2"),
     ),
-    "conv": (Entry(_CONV, "causal_conv1d", ("cu_seqlens", "initial_state"), "0.4.0"),),
 }
-"""What the package builds on FLA: our chunked rule, FLA's own CP exchange, FLA's convolution."""
+"""What the package builds on FLA: the chunked rule, and FLA's own CP exchange."""
 
 
 class FlaUnavailableError(RuntimeError):
@@ -93,7 +86,6 @@ class FlaCapabilities:
         grouped_value_heads: the kernels read key head ``j // (HV // H)`` themselves; where they
             do not, keys and queries are repeated to ``HV`` heads.
         int64_offsets: token offsets times head dimensions may pass 2**31.
-        conv_module: module that holds ``causal_conv1d``, ``None`` when there is none.
     """
 
     version: str
@@ -101,7 +93,6 @@ class FlaCapabilities:
     log2_decay: bool
     grouped_value_heads: bool
     int64_offsets: bool
-    conv_module: str | None
 
 
 def installed_version() -> str | None:
@@ -169,19 +160,13 @@ def probe() -> FlaCapabilities:
         lacks = [text for entry in entries if (text := _lacks(entry)) is not None]
         if lacks:
             missing[feature] = "; ".join(lacks)
-    fused = _lacks(_FUSED_WY) is None
-    if "rule" not in missing and not fused:
-        lacks = [text for entry in _STEPPED_WY if (text := _lacks(entry)) is not None]
-        if lacks:
-            missing["rule"] = "; ".join(lacks)
-    conv = find(FEATURES["conv"][0])
+    newer = _lacks(_POWERS_OF_TWO) is None
     return FlaCapabilities(
         version=version,
         missing=missing,
-        log2_decay=fused,
-        grouped_value_heads=fused,
+        log2_decay=newer,
+        grouped_value_heads=newer,
         int64_offsets=Version(version) >= Version("0.6.0"),
-        conv_module=None if conv is None else conv[0],
     )
 
 

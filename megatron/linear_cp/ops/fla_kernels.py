@@ -39,10 +39,6 @@ class Kernels:
     """FLA's functions and the unit of the cumulative decay they expect."""
 
     cumsum: Callable[..., Any]
-    wy_fused: Callable[..., Any] | None
-    wy_product: Callable[..., Any] | None
-    wy_inverse: Callable[..., Any] | None
-    w_u: Callable[..., Any]
     states: Callable[..., Any]
     outputs: Callable[..., Any]
     dv_local: Callable[..., Any]
@@ -71,25 +67,10 @@ def kernels() -> Kernels:
     """
     capabilities = fla_capabilities.require("rule")
     from fla.ops.common import chunk_delta_h, chunk_o
-    from fla.ops.gated_delta_rule import wy_fast
     from fla.ops.utils import chunk_local_cumsum
 
-    fused = product = inverse = None
-    if capabilities.log2_decay:
-        from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
-
-        fused = _only_known(chunk_gated_delta_rule_fwd_intra)
-    else:
-        from fla.ops.common.chunk_scaled_dot_kkt import chunk_scaled_dot_kkt_fwd
-        from fla.ops.utils import solve_tril
-
-        product, inverse = chunk_scaled_dot_kkt_fwd, solve_tril
     return Kernels(
         cumsum=chunk_local_cumsum,
-        wy_fused=fused,
-        wy_product=product,
-        wy_inverse=inverse,
-        w_u=_only_known(wy_fast.recompute_w_u_fwd),
         states=_only_known(chunk_delta_h.chunk_gated_delta_rule_fwd_h),
         outputs=_only_known(chunk_o.chunk_fwd_o),
         dv_local=_only_known(chunk_o.chunk_bwd_dv_local),

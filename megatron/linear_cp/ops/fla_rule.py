@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gated delta rule over segments on FLA's chunked Triton kernels.
 
-FLA's kernels are called one by one, so that the segment summary and its adjoint
-(:mod:`triton_summary`) can use what they leave behind; the gradients within a chunk are ours
-(:mod:`triton_gradients`). :mod:`fla_capabilities` absorbs the differences between releases. Shapes
-are those of the kernel backend interface: ``q, k [1, T, H, K]``, ``v [1, T, HV, V]``,
-``g, beta [1, T, HV]``, states ``[N, HV, K, V]`` in float32.
+What walks over chunks, and the outputs, are FLA's kernels, called one by one so that the segment
+summary and its adjoint (:mod:`triton_summary`) can use what they leave behind; the WY
+representation (:mod:`triton_wy`) and the gradients within a chunk (:mod:`triton_gradients`) are
+ours. :mod:`fla_capabilities` absorbs the differences between releases. Shapes are those of the
+kernel backend interface: ``q, k [1, T, H, K]``, ``v [1, T, HV, V]``, ``g, beta [1, T, HV]``,
+states ``[N, HV, K, V]`` in float32.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from megatron.linear_cp.ops.fla_kernels import (
 from megatron.linear_cp.ops.fla_kernels import kernels as kernels_of_release
 from megatron.linear_cp.ops.triton_gradients import chunk_gradients
 from megatron.linear_cp.ops.triton_summary import CHUNK, segment_adjoint, segment_summary
+from megatron.linear_cp.ops.triton_wy import w_and_u, wy_representation
 from megatron.linear_cp.segments import Segments
 
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,13 +36,11 @@ _LN2 = 0.6931471805599453
 
 @dataclass(frozen=True, eq=False)
 class _Inputs:
-    """One part's inputs as FLA's kernels want them, and the chunked intermediates of all steps."""
+    """One part's inputs, and what the steps of a direction share."""
 
     part: Part
     q: Tensor
     k: Tensor
-    q_fla: Tensor  # with HV heads where the release has no grouped value heads
-    k_fla: Tensor
     v: Tensor
     beta: Tensor
     scale: float
@@ -56,11 +57,18 @@ class _Forward:
 
 
 @dataclass(frozen=True, eq=False)
+class _BackwardPart:
+    inputs: _Inputs
+    q_fla: Tensor
+    k_fla: Tensor
+    do: Tensor
+    dv_local: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class _Backward:
-    parts: list[_Inputs]
+    parts: list[_BackwardPart]  # emptied by backward, so that each tensor is freed after its use
     initial_state: Tensor | None
-    do: list[Tensor]
-    dv_local: list[Tensor]
     inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -93,23 +101,14 @@ def _cumulative(g: Tensor, part: Part, kernels: Kernels, reverse: bool = False) 
     return result
 
 
-def _inverse_factor(
-    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, part: Part, kernels: Kernels
-) -> tuple[Tensor, Tensor, Tensor]:
-    shared = shared_arguments(part, k.device, kernels)
-    if kernels.wy_fused is not None:
-        w, u, wy = kernels.wy_fused(k=k, v=v, g=g, beta=beta, chunk_size=CHUNK, **shared)
-        return wy, w, u
-    assert kernels.wy_product is not None and kernels.wy_inverse is not None
-    tables = {name: shared[name] for name in ("cu_seqlens", "chunk_indices")}
-    lower = kernels.wy_product(k=k, g=g, beta=beta, output_dtype=torch.float32, **tables)
-    wy = kernels.wy_inverse(A=lower, output_dtype=k.dtype, **tables)
-    w, u = kernels.w_u(k=k, v=v, beta=beta, A=wy, g=g, **shared)
-    return wy, w, u
+def _for_fla(x: Tensor, like: Tensor, kernels: Kernels) -> Tensor:
+    """Keys or queries with as many heads as ``like`` where the release has no grouped heads.
 
-
-def _repeat_heads(x: Tensor, group: int) -> Tensor:
-    """Each head ``group`` times in a row; copied as 16-byte numbers, three times as fast."""
+    Copied as 16-byte numbers, three times as fast.
+    """
+    group = like.shape[2] // x.shape[2]
+    if group == 1 or kernels.grouped_value_heads:
+        return x
     fits = x.shape[-1] * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     wide = x.view(torch.complex128) if fits else x
     return wide.repeat_interleave(group, dim=2).view(x.dtype)
@@ -130,54 +129,44 @@ def _prepare(
         return []
     kernels = kernels_of_release()
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
-    q_fla, k_fla = q, k
-    group = v.shape[2] // k.shape[2]
-    if group > 1 and not kernels.grouped_value_heads:
-        q_fla, k_fla = _repeat_heads(q, group), _repeat_heads(k, group)
     inputs = []
-    with products_of(q.dtype):
-        for part in parts_of(segments, v.shape[2], k.shape[-1], v.shape[-1], kernels):
-            tokens = slice(part.first_token, part.last_token)
-            k_p, v_p, beta_p = k_fla[:, tokens], v[:, tokens], beta[:, tokens]
-            if residual:
-                g_p, wy = (x[:, tokens] for x in residual)
-                w, u = kernels.w_u(
-                    k=k_p,
-                    v=v_p,
-                    beta=beta_p,
-                    A=wy,
-                    g=g_p,
-                    **shared_arguments(part, v.device, kernels),
-                )
-            else:
-                g_p = _cumulative(g[:, tokens], part, kernels)
-                wy, w, u = _inverse_factor(k_p, v_p, g_p, beta_p, part, kernels)
-            inputs.append(
-                _Inputs(
-                    part=part,
-                    q=q[:, tokens],
-                    k=k[:, tokens],
-                    q_fla=q_fla[:, tokens],
-                    k_fla=k_p,
-                    v=v_p,
-                    beta=beta_p,
-                    scale=scale,
-                    g=g_p,
-                    wy=wy,
-                    w=w,
-                    u=u,
-                )
+    for part in parts_of(segments, v.shape[2], k.shape[-1], v.shape[-1], kernels):
+        tokens = slice(part.first_token, part.last_token)
+        k_p, v_p, beta_p = k[:, tokens], v[:, tokens], beta[:, tokens]
+        tables = shared_arguments(part, v.device, kernels)
+        unit = (tables, kernels.log2_decay, FLOAT32_PRECISION)
+        if residual:
+            g_p, wy = (x[:, tokens] for x in residual)
+            w, u = w_and_u(k_p, v_p, g_p, beta_p, wy, *unit)
+        else:
+            g_p = _cumulative(g[:, tokens], part, kernels)
+            wy, w, u = wy_representation(k_p, v_p, g_p, beta_p, *unit)
+        inputs.append(
+            _Inputs(
+                part=part,
+                q=q[:, tokens],
+                k=k_p,
+                v=v_p,
+                beta=beta_p,
+                scale=scale,
+                g=g_p,
+                wy=wy,
+                w=w,
+                u=u,
             )
+        )
     return inputs
 
 
-def _states(x: _Inputs, initial_state: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor]:
+def _states(
+    x: _Inputs, k_fla: Tensor, initial_state: Tensor | None, kernels: Kernels
+) -> tuple[Tensor, Tensor]:
     """States at every chunk and the values that the chunks add, from the entry states."""
     entry = None
     if initial_state is not None:
         entry = initial_state[x.part.first_segment : x.part.last_segment].float().contiguous()
     h, v_new, _ = kernels.states(
-        k=x.k_fla,
+        k=k_fla,
         w=x.w,
         u=x.u,
         g=x.g,
@@ -261,11 +250,12 @@ def forward(fwd: _Forward, initial_state: Tensor | None) -> tuple[Tensor, tuple[
     outputs = []
     with products_of(fwd.like.dtype):
         for x in fwd.parts:
-            h, v_new = _states(x, initial_state, kernels)
+            k_fla = _for_fla(x.k, x.v, kernels)
+            h, v_new = _states(x, k_fla, initial_state, kernels)
             outputs.append(
                 kernels.outputs(
-                    q=x.q_fla,
-                    k=x.k_fla,
+                    q=_for_fla(x.q, x.v, kernels),
+                    k=k_fla,
                     v=v_new,
                     h=h,
                     g=x.g,
@@ -297,18 +287,19 @@ def prepare_backward(
         initial_state: the entry states of the forward.
         do: ``[1, T, HV, V]`` gradient of the outputs.
     """
-    parts = _prepare(q, k, v, g, beta, scale, segments, residual)
+    inputs = _prepare(q, k, v, g, beta, scale, segments, residual)
     do = do.to(v.dtype).contiguous()
-    gradients = [do[:, x.part.first_token : x.part.last_token] for x in parts]
-    dv_local = []
+    kernels = kernels_of_release() if inputs else None
+    parts = []
     with products_of(v.dtype):
-        for x, do_p in zip(parts, gradients, strict=True):
-            kernels = kernels_of_release()
+        for x in inputs:
+            assert kernels is not None
+            do_p = do[:, x.part.first_token : x.part.last_token]
+            q_fla, k_fla = (_for_fla(y, x.v, kernels) for y in (x.q, x.k))
             shared = shared_arguments(x.part, v.device, kernels)
-            dv_local.append(
-                kernels.dv_local(q=x.q_fla, k=x.k_fla, g=x.g, do=do_p, scale=scale, **shared)
-            )
-    return _Backward(parts, initial_state, gradients, dv_local, (q, k, v, g, beta))
+            dv = kernels.dv_local(q=q_fla, k=k_fla, g=x.g, do=do_p, scale=scale, **shared)
+            parts.append(_BackwardPart(x, q_fla, k_fla, do_p, dv))
+    return _Backward(parts, initial_state, (q, k, v, g, beta))
 
 
 def backward_summarize(bwd: _Backward) -> Tensor:
@@ -318,65 +309,82 @@ def backward_summarize(bwd: _Backward) -> Tensor:
         return _empty_states(v, k.shape[-1], v.shape[-1])
     pieces = [
         segment_adjoint(
-            x.q,
-            x.k,
-            x.w,
-            do,
-            dv,
-            x.g,
-            x.part.cu_seqlens.on(v.device, torch.int32),
-            x.scale,
+            p.inputs.q,
+            p.inputs.k,
+            p.inputs.w,
+            p.do,
+            p.dv_local,
+            p.inputs.g,
+            p.inputs.part.cu_seqlens.on(v.device, torch.int32),
+            p.inputs.scale,
             kernels_of_release().log2_decay,
             FLOAT32_PRECISION,
         )
-        for x, do, dv in zip(bwd.parts, bwd.do, bwd.dv_local, strict=True)
+        for p in bwd.parts
     ]
     return _join(pieces, 0)
 
 
-def _backward_part(
-    x: _Inputs,
-    do: Tensor,
-    dv_local: Tensor,
+def _through_states(
+    parts: list[_BackwardPart],
     initial_state: Tensor | None,
     final_state_grad: Tensor | None,
     kernels: Kernels,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Any, ...]]:
+    """States of the first part and their gradients; takes the part off the list.
+
+    Returns with everything freed that the gradients within a chunk do not need.
+    """
+    p = parts.pop(0)
+    x, k_fla = p.inputs, p.k_fla
     shared = shared_arguments(x.part, x.v.device, kernels)
-    h, v_new = _states(x, initial_state, kernels)
-    dht = None
-    if final_state_grad is not None:
-        dht = final_state_grad[x.part.first_segment : x.part.last_segment].float().contiguous()
+    segments = slice(x.part.first_segment, x.part.last_segment)
+    dht = None if final_state_grad is None else final_state_grad[segments].float().contiguous()
+    # Before the states: by then the queries' copy and dv_local are gone.
     dh, _, du = kernels.dstates(
-        q=x.q_fla,
-        k=x.k_fla,
+        q=p.q_fla,
+        k=k_fla,
         w=x.w,
         g=x.g,
         h0=None,
         dht=dht,
-        do=do,
-        dv=dv_local,
+        do=p.do,
+        dv=p.dv_local,
         scale=x.scale,
         **shared,
     )
+    do = p.do
+    del p, dht
+    h, v_new = _states(x, k_fla, initial_state, kernels)
+    return h, dh, v_new, du, (x.part, x.q, x.k, x.v, x.g, x.beta, x.wy, do, x.scale)
+
+
+def _backward_part(
+    parts: list[_BackwardPart],
+    initial_state: Tensor | None,
+    final_state_grad: Tensor | None,
+    kernels: Kernels,
+) -> tuple[Tensor, ...]:
+    h, dh, v_new, du, rest = _through_states(parts, initial_state, final_state_grad, kernels)
+    part, q, k, v, g, beta, wy, do, scale = rest
     dq, dk, dv, dg, dbeta = chunk_gradients(
-        x.q,
-        x.k,
-        x.v,
-        x.g,
-        x.beta,
-        x.wy,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        wy,
         h,
         dh,
         v_new,
         do,
         du,
-        x.scale,
-        shared,
+        scale,
+        shared_arguments(part, v.device, kernels),
         kernels.log2_decay,
         FLOAT32_PRECISION,
     )
-    return dq, dk, dv, _cumulative(dg, x.part, kernels, reverse=True), dbeta
+    return dq, dk, dv, _cumulative(dg, part, kernels, reverse=True), dbeta
 
 
 def backward(
@@ -385,7 +393,7 @@ def backward(
     """The gradients of the inputs.
 
     Args:
-        bwd: of :func:`prepare_backward`.
+        bwd: of :func:`prepare_backward`; used up, as its tensors are freed on the way.
         final_state_grad: ``dL/dS_out [N, HV, K, V]`` float32, ``None`` for zeros.
 
     Returns:
@@ -396,10 +404,9 @@ def backward(
         return q, k, v, g, beta
     kernels = kernels_of_release()
     with products_of(bwd.inputs[2].dtype):
-        pieces = [
-            _backward_part(x, do, dv, bwd.initial_state, final_state_grad, kernels)
-            for x, do, dv in zip(bwd.parts, bwd.do, bwd.dv_local, strict=True)
-        ]
+        pieces = []
+        while bwd.parts:
+            pieces.append(_backward_part(bwd.parts, bwd.initial_state, final_state_grad, kernels))
     gradients = []
     for grads, like in zip(zip(*pieces, strict=True), bwd.inputs, strict=True):
         gradients.append(_join(list(grads), 1).to(like.dtype))

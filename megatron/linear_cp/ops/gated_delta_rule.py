@@ -9,10 +9,9 @@ from torch.autograd.function import once_differentiable
 
 from megatron.linear_cp.ops import state_scan
 from megatron.linear_cp.ops.backends import resolve_backend, rule_kernels
+from megatron.linear_cp.ops.l2norm import l2norm
 from megatron.linear_cp.ops.validation import check_rule_inputs
 from megatron.linear_cp.plan import ContextParallelPlan, single_sequence_plan
-
-_L2NORM_EPS = 1e-6
 
 
 @torch.compiler.disable
@@ -77,12 +76,6 @@ def gated_delta_rule(
         return fla_exchange.gated_delta_rule(q, k, v, g, beta, scale, plan)
     o: torch.Tensor = _GatedDeltaRule.apply(q, k, v, g, beta, scale, plan, backend)
     return o
-
-
-def l2norm(x: torch.Tensor) -> torch.Tensor:
-    """``x / sqrt(sum(x^2) + 1e-6)`` over the last dim, computed in fp32 or fp64, in x's dtype."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _L2NORM_EPS)).to(x.dtype)
 
 
 class _GatedDeltaRule(torch.autograd.Function):

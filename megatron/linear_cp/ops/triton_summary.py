@@ -167,7 +167,8 @@ def _adjoint_kernel(
 
 
 @functools.cache
-def _has_room(device: torch.device) -> bool:
+def has_room(device: torch.device) -> bool:
+    """Whether a program may use about as much shared memory as the large tiles need."""
     if device.type != "cuda":
         return True
     properties = torch.cuda.get_device_properties(device)
@@ -175,7 +176,7 @@ def _has_room(device: torch.device) -> bool:
 
 
 def _tiles(like: Tensor, key_dim: int, columns: int, stages: int) -> dict[str, int]:
-    large = like.element_size() == 2 and key_dim <= 128 and _has_room(like.device)
+    large = like.element_size() == 2 and key_dim <= 128 and has_room(like.device)
     block = _COLUMNS if large else _SMALL_COLUMNS
     # The products need at least 16 on every side.
     return {
