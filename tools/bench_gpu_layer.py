@@ -103,16 +103,55 @@ def steps_of(
     return lambda: (forward(), None)[1], both
 
 
+# Kernels of each stage by a part of their name; the first match counts.
+STAGES = {
+    "conv + l2norm": ("conv", "_input_kernel", "_halo_kernel"),
+    "gates": ("gates",),
+    "norm x gate": ("norm",),
+    "rule": ("wy", "w_u", "gated_delta_rule", "chunk", "cumsum", "summary", "adjoint"),
+    "projections": ("nvjet", "gemm", "cutlass"),
+}
+
+
+def floors(tokens: int) -> dict[str, float]:
+    """Least time in ms of each stage, forward and backward, on an H200: bytes or products.
+
+    4.8 TB/s and 989 Tflop/s dense bf16, which no kernel reaches. Every tensor that a stage must
+    read or write counts once per pass; weights do not count.
+    """
+    hidden, qkv, value, heads, width = 2048, 8192, 4096, 32, 12352
+    byte, flop = 1e3 / 4.8e12, 1e3 / 989e12
+    # A token of one value head, chunks of 64: Gram matrices, the solve applied to keys and values,
+    # output within the chunk, three products with the state; backward twice that.
+    rule = 3 * heads * (2 * 64 * (3 * 128 + 2 * 128) + 2 * 3 * 128 * 128)
+    return {
+        "projections": 3 * 2 * tokens * hidden * (width + value) * flop,
+        "conv + l2norm": 2 * tokens * qkv * (2 + 3) * byte,
+        "gates": tokens * heads * (2 + 2 + 4 + 2 + 4 + 4 * 2) * byte,
+        "norm x gate": 2 * tokens * value * (3 + 5) * byte,
+        "rule": tokens * max(rule * flop, 2 * (qkv + value) * 3 * byte),
+    }
+
+
 def stages(module: torch.nn.Module, hidden: torch.Tensor, rounds: int) -> None:
-    """Time on the GPU by kernel, forward and backward, the largest first."""
+    """Time on the GPU by stage beside its floor, and by kernel, the largest first."""
     _, both = steps_of(module, hidden, None)
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(rounds):
             both()
         torch.cuda.synchronize()
+    times: dict[str, float] = {}
     events = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
-    for event in events[:28]:
+    for event in events:
+        key = event.key.lower()
+        stage = next((s for s, names in STAGES.items() if any(n in key for n in names)), "other")
+        times[stage] = times.get(stage, 0.0) + event.self_device_time_total / rounds / 1000
+    least = floors(hidden.shape[0])
+    for stage, ms in sorted(times.items(), key=lambda item: -item[1]):
+        floor = f"floor {least[stage]:6.3f} ms" if stage in least else ""
+        print(f"    {ms:8.3f} ms  {stage:16} {floor}")
+    for event in events[:34]:
         ms = event.self_device_time_total / rounds / 1000
         print(f"    {ms:8.3f} ms  {event.count // rounds:3d} x  {event.key[:90]}")
 
