@@ -29,8 +29,6 @@ from megatron.linear_cp.ops.triton_wy_gradients import (
     wy_gradients,
 )
 
-_NUM_WARPS = 4
-
 
 @triton.jit
 def _state_dot(h, dh, o_k, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
@@ -336,7 +334,6 @@ def chunk_gradients(
         BT=CHUNK,
         LOG2=log2_decay,
         PRECISION=precision,
-        num_warps=_NUM_WARPS,
         **tile,
     )
     return dq, dk, dv, dg.sum(0), dbeta

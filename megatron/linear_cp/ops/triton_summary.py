@@ -19,7 +19,9 @@ _NUM_WARPS = 4
 # Columns per program: with 64 the products run on Hopper's warp-group units. Two stages overlap
 # loads in the first kernel; in the second they cost more registers than they save time.
 _COLUMNS, _SUMMARY_STAGES, _ADJOINT_STAGES = 64, 2, 1
-_SMALL_COLUMNS, _SMALL_STAGES = 32, 1  # float32, large keys, or little shared memory
+_SMALL_COLUMNS, _SMALL_STAGES = 32, 1  # large keys, or little shared memory
+# Compiled for a few launches, and each product becomes three: what matters is how long that takes.
+_FLOAT32_COLUMNS, _FLOAT32_WARPS = 16, 8
 _SHARED_MEMORY = 70_000
 
 
@@ -176,14 +178,15 @@ def has_room(device: torch.device) -> bool:
 
 
 def _tiles(like: Tensor, key_dim: int, columns: int, stages: int) -> dict[str, int]:
-    large = like.element_size() == 2 and key_dim <= 128 and has_room(like.device)
-    block = _COLUMNS if large else _SMALL_COLUMNS
+    exact = like.dtype == torch.float32
+    large = not exact and key_dim <= 128 and has_room(like.device)
+    block = _COLUMNS if large else _FLOAT32_COLUMNS if exact else _SMALL_COLUMNS
     # The products need at least 16 on every side.
     return {
         "BT": CHUNK,
         "BC": min(block, max(16, triton.next_power_of_2(columns))),
         "BK": max(16, triton.next_power_of_2(key_dim)),
-        "num_warps": _NUM_WARPS,
+        "num_warps": _FLOAT32_WARPS if exact else _NUM_WARPS,
         "num_stages": stages if large else _SMALL_STAGES,
     }
 

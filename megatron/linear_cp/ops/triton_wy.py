@@ -10,6 +10,9 @@ blocks and the part ``C`` of ``L`` between them, ``[[X, 0], [-Y C X, Y]]`` is th
 together. This starts at single rows and ends at the whole chunk. Like substitution, and unlike a
 power series of ``L``, it stays accurate where ``L`` is large: nearly parallel keys, ``beta`` up to
 2. One warp inverts a chunk: the blocks are then groups of registers, and nothing waits at barriers.
+
+Float32 is for debugging and tests, where a kernel is compiled for a few launches, and each of its
+products becomes three: there every step is on whole tiles, in a loop that is compiled once.
 """
 
 from typing import Any
@@ -23,6 +26,8 @@ from megatron.linear_cp.ops.triton_summary import CHUNK, decay
 
 _KEYS = 64  # columns of keys at a time in the inversion
 _COLUMNS, _NUM_WARPS, _NUM_STAGES = 64, 4, 3  # when the inverse is applied
+# Of keys in the inversion and of keys or values when it is applied, in float32.
+_FLOAT32_COLUMNS, _FLOAT32_WARPS, _FLOAT32_STAGES = 16, 4, 1
 
 
 @triton.jit
@@ -68,14 +73,11 @@ def _halves(x):
 
 
 @triton.jit
-def _product(a, b, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
-    """``a @ b`` of float32 tiles: with ``SPLIT`` to 16 bits, far below the result's rounding."""
-    if SPLIT:
-        a_high, a_low = _halves(a)
-        b_high, b_low = _halves(b)
-        return tl.dot(a_high, b_high, tl.dot(a_low, b_high, tl.dot(a_high, b_low)))
-    else:
-        return tl.dot(a, b, input_precision=PRECISION)
+def _product(a, b):
+    """``a @ b`` of float32 tiles to 16 bits, far below the result's rounding."""
+    a_high, a_low = _halves(a)
+    b_high, b_low = _halves(b)
+    return tl.dot(a_high, b_high, tl.dot(a_low, b_high, tl.dot(a_high, b_low)))
 
 
 @triton.jit
@@ -97,30 +99,30 @@ def _triangle(upper, below, last, HALF: tl.constexpr):
 
 
 @triton.jit
-def _merge(x, lower, SIZE: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+def _merge(x, lower, SIZE: tl.constexpr):
     """From inverses of blocks of ``SIZE`` rows to inverses of twice as many, side by side."""
     i = tl.arange(0, 16)[:, None] // SIZE
     j = tl.arange(0, 16)[None, :] // SIZE
     c = tl.where((i // 2 == j // 2) & (i != j), lower, 0.0)
-    return x - _product(_product(x, c, SPLIT, PRECISION), x, SPLIT, PRECISION)
+    return x - _product(_product(x, c), x)
 
 
 @triton.jit
-def _inverse_16(lower, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+def _inverse_16(lower):
     i = tl.arange(0, 16)[:, None]
     j = tl.arange(0, 16)[None, :]
     x = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -lower, 0.0))
-    x = _merge(x, lower, 2, SPLIT, PRECISION)
-    x = _merge(x, lower, 4, SPLIT, PRECISION)
-    return _merge(x, lower, 8, SPLIT, PRECISION)
+    x = _merge(x, lower, 2)
+    x = _merge(x, lower, 4)
+    return _merge(x, lower, 8)
 
 
 @triton.jit
-def _inverse_32(lower, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+def _inverse_32(lower):
     upper, below, last = _quarters(lower, 16)
-    x = _inverse_16(upper, SPLIT, PRECISION)
-    y = _inverse_16(last, SPLIT, PRECISION)
-    d = _product(_product(y, below, SPLIT, PRECISION), x, SPLIT, PRECISION)
+    x = _inverse_16(upper)
+    y = _inverse_16(last)
+    d = _product(_product(y, below), x)
     return _triangle(x, -d, y, 16)
 
 
@@ -135,8 +137,6 @@ def _inverse(
     K: tl.constexpr,
     BK: tl.constexpr,
     LOG2: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     o_i = tl.arange(0, 64)
     p_x = tl.zeros([32, 32], dtype=tl.float32)
@@ -145,9 +145,9 @@ def _inverse(
     for i_k in tl.static_range(0, K, BK):
         b_k = rows(keys, stride, o_i, i_k + tl.arange(0, BK), o_i < length, K, BK)
         k_x, k_y = tl.split(tl.permute(tl.reshape(b_k, [2, 32, BK]), (1, 2, 0)))
-        p_x = tl.dot(k_x, tl.trans(k_x), p_x, input_precision=PRECISION)
-        p_d = tl.dot(k_y, tl.trans(k_x), p_d, input_precision=PRECISION)
-        p_y = tl.dot(k_y, tl.trans(k_y), p_y, input_precision=PRECISION)
+        p_x = tl.dot(k_x, tl.trans(k_x), p_x)
+        p_d = tl.dot(k_y, tl.trans(k_x), p_d)
+        p_y = tl.dot(k_y, tl.trans(k_y), p_y)
     o_x = tl.arange(0, 32)
     o_y = o_x + 32
     m_x = o_x < length
@@ -156,11 +156,45 @@ def _inverse(
     g_y = tl.load(g + o_y * HV, mask=m_y, other=0.0)
     beta_x = tl.load(beta + o_x * HV, mask=m_x, other=0.0).to(tl.float32)
     beta_y = tl.load(beta + o_y * HV, mask=m_y, other=0.0).to(tl.float32)
-    x = _inverse_32(_lower(p_x, g_x, g_x, beta_x, m_x, True, LOG2), SPLIT, PRECISION)
-    y = _inverse_32(_lower(p_y, g_y, g_y, beta_y, m_y, True, LOG2), SPLIT, PRECISION)
+    x = _inverse_32(_lower(p_x, g_x, g_x, beta_x, m_x, True, LOG2))
+    y = _inverse_32(_lower(p_y, g_y, g_y, beta_y, m_y, True, LOG2))
     c = _lower(p_d, g_y, g_x, beta_y, m_y, False, LOG2)
-    d = _product(_product(y, c, SPLIT, PRECISION), x, SPLIT, PRECISION)
+    d = _product(_product(y, c), x)
     return _triangle(x, -d, y, 32)
+
+
+@triton.jit
+def _inverse_in_loops(
+    keys,
+    g,
+    beta,
+    length,
+    stride,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    LOG2: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    o_i = tl.arange(0, 64)
+    m_t = o_i < length
+    products = tl.zeros([64, 64], dtype=tl.float32)
+    for i_k in range(0, K, BK):
+        b_k = rows(keys, stride, o_i, i_k + tl.arange(0, BK), m_t, K, BK)
+        products = tl.dot(b_k, tl.trans(b_k), products, input_precision=PRECISION)
+    b_g = tl.load(g + o_i * HV, mask=m_t, other=0.0)
+    b_beta = tl.load(beta + o_i * HV, mask=m_t, other=0.0).to(tl.float32)
+    lower = _lower(products, b_g, b_g, b_beta, m_t, True, LOG2)
+    i = o_i[:, None]
+    j = o_i[None, :]
+    x = tl.where(i == j, 1.0, tl.zeros_like(lower))
+    for level in range(6):
+        # Between the two blocks of 2 ** level rows of each pair, as in _merge.
+        between = ((i >> level) // 2 == (j >> level) // 2) & (i >> level != j >> level)
+        c = tl.where(between, lower, 0.0)
+        c = tl.dot(x, c, input_precision=PRECISION)
+        x -= tl.dot(c, x, input_precision=PRECISION)
+    return x
 
 
 @triton.jit
@@ -199,7 +233,7 @@ def _inverse_kernel(
     BT: tl.constexpr,
     BK: tl.constexpr,
     LOG2: tl.constexpr,
-    SPLIT: tl.constexpr,
+    IN_LOOPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # A chunk of one value head.
@@ -208,7 +242,12 @@ def _inverse_kernel(
     bos, length = chunk_of(cu_seqlens, chunk_indices, i_c, BT)
     head = bos * HV + i_h
     keys = k + (bos * H + i_h // (HV // H)) * K
-    b_wy = _inverse(keys, g + head, beta + head, length, H * K, HV, K, BK, LOG2, SPLIT, PRECISION)
+    if IN_LOOPS:
+        b_wy = _inverse_in_loops(
+            keys, g + head, beta + head, length, H * K, HV, K, BK, LOG2, PRECISION
+        )
+    else:
+        b_wy = _inverse(keys, g + head, beta + head, length, H * K, HV, K, BK, LOG2)
     o_i = tl.arange(0, BT)
     p_wy = wy + head * BT + o_i[:, None] * (HV * BT) + o_i[None, :]
     tl.store(p_wy, b_wy.to(wy.dtype.element_ty), mask=(o_i < length)[:, None])
@@ -284,6 +323,7 @@ def wy_representation(
         diagonal, computed in float32 and rounded once; ``w [1, T, HV, K]``; ``u [1, T, HV, V]``.
         All in ``k``'s dtype.
     """
+    in_loops = k.dtype == torch.float32
     wy = k.new_empty(*g.shape, CHUNK)
     num_key_heads, key_dim = k.shape[2:]
     num_value_heads = g.shape[2]
@@ -298,11 +338,11 @@ def wy_representation(
         HV=num_value_heads,
         K=key_dim,
         BT=CHUNK,
-        BK=block(key_dim, _KEYS // 2 if k.dtype == torch.float32 else _KEYS),
+        BK=block(key_dim, _FLOAT32_COLUMNS if in_loops else _KEYS),
         LOG2=log2_decay,
-        SPLIT=k.dtype != torch.float32,
+        IN_LOOPS=in_loops,
         PRECISION=precision,
-        num_warps=1,
+        num_warps=_FLOAT32_WARPS if in_loops else 1,
         num_stages=1,
     )
     return wy, *w_and_u(k, v, g, beta, wy, tables, log2_decay, precision)
@@ -335,6 +375,11 @@ def w_and_u(
     """
     num_key_heads, key_dim = k.shape[2:]
     num_value_heads, value_dim = v.shape[2:]
+    columns, warps, stages = (
+        (_FLOAT32_COLUMNS, _FLOAT32_WARPS, _FLOAT32_STAGES)
+        if k.dtype == torch.float32
+        else (_COLUMNS, _NUM_WARPS, _NUM_STAGES)
+    )
     w, u = k.new_empty(*g.shape, key_dim), torch.empty_like(v)
     _apply_kernel[(tables["chunk_indices"].shape[0] * num_value_heads,)](
         k=k,
@@ -351,10 +396,10 @@ def w_and_u(
         K=key_dim,
         V=value_dim,
         BT=CHUNK,
-        BC=block(max(key_dim, value_dim), _COLUMNS),
+        BC=block(max(key_dim, value_dim), columns),
         LOG2=log2_decay,
         PRECISION=precision,
-        num_warps=_NUM_WARPS,
-        num_stages=_NUM_STAGES,
+        num_warps=warps,
+        num_stages=stages,
     )
     return w, u

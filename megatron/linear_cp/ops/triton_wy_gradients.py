@@ -17,10 +17,11 @@ from torch import Tensor
 from megatron.linear_cp.ops.triton_summary import CHUNK, decay, has_room
 from megatron.linear_cp.ops.triton_wy import block, chunk_of, rows
 
-_NUM_WARPS = 4
-# Key columns and value columns of a tile, and stages of the loop over the latter. On an H200 with
-# Triton 3.6, (128, 32, 1) in bfloat16 ended in an illegal memory access; why is not known.
-_LARGE_TILE, _SMALL_TILE = (128, 64, 2), (64, 32, 2)
+# Key columns and value columns of a tile, stages of the loop over the latter, and warps. On an H200
+# with Triton 3.6, (128, 32, 1, 4) in bfloat16 ended in an illegal memory access; why is not known.
+_LARGE_TILE, _SMALL_TILE = (128, 64, 2, 4), (64, 32, 2, 4)
+# Compiled for a few launches, and each product becomes three: what matters is how long that takes.
+_FLOAT32_TILE = (16, 16, 1, 8)
 
 
 @triton.jit
@@ -39,6 +40,64 @@ def diagonal(x, BT: tl.constexpr):
     """The diagonal of a square tile: row by row the product of the two factors' rows."""
     o = tl.arange(0, BT)
     return tl.sum(tl.where(o[:, None] == o[None, :], x, 0.0), axis=1)
+
+
+@triton.jit
+def _values_part(
+    wy,
+    v,
+    du,
+    dv,
+    beta,
+    stride,
+    m_t,
+    dtype: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``A^T du v^T`` of a chunk, and its ``dv``."""
+    o_i = tl.arange(0, BT)
+    values = tl.zeros([BT, BT], dtype=tl.float32)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        b_du = rows(du, stride, o_i, o_v, m_t, V, BV)
+        du_a = tl.dot(tl.trans(wy), b_du, input_precision=PRECISION)
+        p_dv = dv + o_i[:, None] * stride + o_v[None, :]
+        b_dv = (du_a * beta[:, None]).to(dv.dtype.element_ty)
+        tl.store(p_dv, b_dv, mask=m_t[:, None] & (o_v < V)[None, :])
+        b_v = rows(v, stride, o_i, o_v, m_t, V, BV)
+        values = tl.dot(du_a.to(dtype), tl.trans(b_v), values, input_precision=PRECISION)
+    return values
+
+
+@triton.jit
+def _keys_part(
+    wy,
+    du,
+    state,
+    stride,
+    o_k,
+    m_t,
+    dtype: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``A^T du h^T`` of a chunk, a few key columns."""
+    o_i = tl.arange(0, BT)
+    dx = tl.zeros([BT, BK], dtype=tl.float32)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        b_du = rows(du, stride, o_i, o_v, m_t, V, BV)
+        b_h = state_tile(state, o_k, o_v, K, V, BK, BV)
+        du_a = tl.dot(tl.trans(wy), b_du, input_precision=PRECISION)
+        dx = tl.dot(du_a.to(dtype), tl.trans(b_h), dx, input_precision=PRECISION)
+    return dx
 
 
 @triton.jit
@@ -64,8 +123,10 @@ def _wy_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     LOG2: tl.constexpr,
+    IN_LOOPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    # With IN_LOOPS, loops over key columns stay loops and hold one tile each.
     NUM_K: tl.constexpr = (K + BK - 1) // BK
     pid = tl.program_id(0)
     i_c, i_h = (pid // HV).to(tl.int64), (pid % HV).to(tl.int64)
@@ -79,26 +140,51 @@ def _wy_kernel(
     b_wy = rows(wy + head * BT, HV * BT, o_i, o_i, m_t, BT, BT)
     b_beta = tl.load(beta + head + o_i * HV, mask=m_t, other=0.0).to(tl.float32)
 
-    values = tl.zeros([BT, BT], dtype=tl.float32)
     dx_keys = tl.zeros([BT, BT], dtype=tl.float32)
-    for i_k in tl.static_range(NUM_K):
-        o_k = i_k * BK + tl.arange(0, BK)
-        dx = tl.zeros([BT, BK], dtype=tl.float32)
-        for i_v in tl.range(0, V, BV):
-            o_v = i_v + tl.arange(0, BV)
-            b_du = rows(du + head * V, HV * V, o_i, o_v, m_t, V, BV)
-            du_a = tl.dot(tl.trans(b_wy), b_du, input_precision=PRECISION)
-            b_du_a = du_a.to(dtype)
-            if i_k == 0:
-                p_dv = dv + head * V + o_i[:, None] * (HV * V) + o_v[None, :]
-                b_dv = (du_a * b_beta[:, None]).to(dv.dtype.element_ty)
-                tl.store(p_dv, b_dv, mask=m_t[:, None] & (o_v < V)[None, :])
-                b_v = rows(v + head * V, HV * V, o_i, o_v, m_t, V, BV)
-                values = tl.dot(b_du_a, tl.trans(b_v), values, input_precision=PRECISION)
-            b_h = state_tile(state, o_k, o_v, K, V, BK, BV)
-            dx = tl.dot(b_du_a, tl.trans(b_h), dx, input_precision=PRECISION)
-        b_k = rows(keys, H * K, o_i, o_k, m_t, K, BK)
-        dx_keys = tl.dot(dx.to(dtype), tl.trans(b_k), dx_keys, input_precision=PRECISION)
+    if IN_LOOPS:
+        values = _values_part(
+            b_wy,
+            v + head * V,
+            du + head * V,
+            dv + head * V,
+            b_beta,
+            HV * V,
+            m_t,
+            dtype,
+            V,
+            BT,
+            BV,
+            PRECISION,
+        )
+        for i_k in range(NUM_K):
+            o_k = i_k * BK + tl.arange(0, BK)
+            dx = _keys_part(
+                b_wy, du + head * V, state, HV * V, o_k, m_t, dtype, K, V, BT, BK, BV, PRECISION
+            )
+            b_k = rows(keys, H * K, o_i, o_k, m_t, K, BK)
+            dx_keys = tl.dot(dx.to(dtype), tl.trans(b_k), dx_keys, input_precision=PRECISION)
+        # Again, so that the loops need not keep it in registers for what follows.
+        b_wy = rows(wy + head * BT, HV * BT, o_i, o_i, m_t, BT, BT)
+    else:
+        values = tl.zeros([BT, BT], dtype=tl.float32)
+        for i_k in tl.static_range(NUM_K):
+            o_k = i_k * BK + tl.arange(0, BK)
+            dx = tl.zeros([BT, BK], dtype=tl.float32)
+            for i_v in tl.range(0, V, BV):
+                o_v = i_v + tl.arange(0, BV)
+                b_du = rows(du + head * V, HV * V, o_i, o_v, m_t, V, BV)
+                du_a = tl.dot(tl.trans(b_wy), b_du, input_precision=PRECISION)
+                b_du_a = du_a.to(dtype)
+                if i_k == 0:
+                    p_dv = dv + head * V + o_i[:, None] * (HV * V) + o_v[None, :]
+                    b_dv = (du_a * b_beta[:, None]).to(dv.dtype.element_ty)
+                    tl.store(p_dv, b_dv, mask=m_t[:, None] & (o_v < V)[None, :])
+                    b_v = rows(v + head * V, HV * V, o_i, o_v, m_t, V, BV)
+                    values = tl.dot(b_du_a, tl.trans(b_v), values, input_precision=PRECISION)
+                b_h = state_tile(state, o_k, o_v, K, V, BK, BV)
+                dx = tl.dot(b_du_a, tl.trans(b_h), dx, input_precision=PRECISION)
+            b_k = rows(keys, H * K, o_i, o_k, m_t, K, BK)
+            dx_keys = tl.dot(dx.to(dtype), tl.trans(b_k), dx_keys, input_precision=PRECISION)
 
     b_g = tl.load(g + head + o_i * HV, mask=m_t, other=0.0)
     e_g = decay(b_g, LOG2)
@@ -109,7 +195,12 @@ def _wy_kernel(
     later = (o_i[:, None] > o_i[None, :]) & m_t[:, None]
     dl *= decay(tl.where(later, b_g[:, None] - b_g[None, :], 0.0), LOG2)
     dl = tl.where(later, -dl, 0.0)
-    if NUM_K == 1:
+    if IN_LOOPS:
+        kk = tl.zeros([BT, BT], dtype=tl.float32)
+        for i_k in range(NUM_K):
+            b_k = rows(keys, H * K, o_i, i_k * BK + tl.arange(0, BK), m_t, K, BK)
+            kk = tl.dot(b_k, tl.trans(b_k), kk, input_precision=PRECISION)
+    elif NUM_K == 1:
         kk = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
     else:
         kk = tl.zeros([BT, BT], dtype=tl.float32)
@@ -128,31 +219,42 @@ def _wy_kernel(
     earlier = (o_i[:, None] < o_i[None, :]) & m_t[None, :]
     dl_t *= decay(tl.where(earlier, b_g[None, :] - b_g[:, None], 0.0), LOG2)
     b_dl += tl.where(earlier, -dl_t * b_beta[None, :], 0.0).to(dtype)
-    for i_k in tl.static_range(NUM_K):
-        o_k = i_k * BK + tl.arange(0, BK)
-        if NUM_K > 1:
-            dx = tl.zeros([BT, BK], dtype=tl.float32)
-            for i_v in range(0, V, BV):
-                o_v = i_v + tl.arange(0, BV)
-                b_du = rows(du + head * V, HV * V, o_i, o_v, m_t, V, BV)
-                b_h = state_tile(state, o_k, o_v, K, V, BK, BV)
-                du_a = tl.dot(tl.trans(b_wy), b_du, input_precision=PRECISION)
-                dx = tl.dot(du_a.to(dtype), tl.trans(b_h), dx, input_precision=PRECISION)
+    if IN_LOOPS:
+        for i_k in range(NUM_K):
+            o_k = i_k * BK + tl.arange(0, BK)
+            dx = _keys_part(
+                b_wy, du + head * V, state, HV * V, o_k, m_t, dtype, K, V, BT, BK, BV, PRECISION
+            )
+            dx *= -(e_g * b_beta)[:, None]
             b_k = rows(keys, H * K, o_i, o_k, m_t, K, BK)
-        dx *= -(e_g * b_beta)[:, None]
-        dx = tl.dot(b_dl, b_k, dx, input_precision=PRECISION)
-        p_dk = dk_wy + head * K + o_i[:, None] * (HV * K) + o_k[None, :]
-        tl.store(p_dk, dx.to(dtype), mask=m_t[:, None] & (o_k < K)[None, :])
+            dx = tl.dot(b_dl, b_k, dx, input_precision=PRECISION)
+            p_dk = dk_wy + head * K + o_i[:, None] * (HV * K) + o_k[None, :]
+            tl.store(p_dk, dx.to(dtype), mask=m_t[:, None] & (o_k < K)[None, :])
+    else:
+        for i_k in tl.static_range(NUM_K):
+            o_k = i_k * BK + tl.arange(0, BK)
+            if NUM_K > 1:
+                dx = _keys_part(
+                    b_wy, du + head * V, state, HV * V, o_k, m_t, dtype, K, V, BT, BK, BV, PRECISION
+                )
+                b_k = rows(keys, H * K, o_i, o_k, m_t, K, BK)
+            dx *= -(e_g * b_beta)[:, None]
+            dx = tl.dot(b_dl, b_k, dx, input_precision=PRECISION)
+            p_dk = dk_wy + head * K + o_i[:, None] * (HV * K) + o_k[None, :]
+            tl.store(p_dk, dx.to(dtype), mask=m_t[:, None] & (o_k < K)[None, :])
 
 
 def tile_of(k: Tensor, value_dim: int) -> dict[str, int]:
-    """The tile of a launch: small for float32 and where there is little shared memory."""
-    large = k.element_size() == 2 and has_room(k.device)
-    keys, values, stages = _LARGE_TILE if large else _SMALL_TILE
+    """The tile of a launch: small where there is little shared memory, smallest for float32."""
+    if k.dtype == torch.float32:
+        keys, values, stages, warps = _FLOAT32_TILE
+    else:
+        keys, values, stages, warps = _LARGE_TILE if has_room(k.device) else _SMALL_TILE
     return {
         "BK": block(k.shape[-1], keys),
         "BV": block(value_dim, values),
         "num_stages": stages,
+        "num_warps": warps,
     }
 
 
@@ -211,8 +313,8 @@ def wy_gradients(
         V=value_dim,
         BT=CHUNK,
         LOG2=log2_decay,
+        IN_LOOPS=k.dtype == torch.float32,
         PRECISION=precision,
-        num_warps=_NUM_WARPS,
         **tile_of(k, value_dim),
     )
     return dk_wy, dv, dbeta
