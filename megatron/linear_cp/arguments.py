@@ -10,6 +10,7 @@ from megatron.linear_cp.config import (
     TransformerConfig,
     resolve_linear_cp_mode,
 )
+from megatron.linear_cp.exchange_choice import POLICIES
 from megatron.linear_cp.layout import LAYOUTS
 from megatron.linear_cp.modes import linear_cp_modes
 
@@ -38,6 +39,13 @@ def add_linear_cp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         choices=LAYOUTS,
         default="zigzag",
         help="How context-parallel ranks store tokens.",
+    )
+    group.add_argument(
+        "--linear-cp-move-sequences",
+        choices=POLICIES,
+        default="auto",
+        help="Whether chunkwise brings packed sequences whole to one rank instead of exchanging "
+        "their states; auto does where that moves fewer bytes.",
     )
     group.add_argument(
         "--linear-cp-max-size",

@@ -5,6 +5,7 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -15,7 +16,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron.linear_cp.comm import all_gather_rows
-from megatron.linear_cp.packed_seq_params import is_packed, plan_for, resolve_cp_group
+from megatron.linear_cp.hidden_layout import convert_hidden
+from megatron.linear_cp.packed_seq_params import (
+    is_packed,
+    physical_packed_seq_params,
+    plan_for,
+    resolve_cp_group,
+)
 from megatron.linear_cp.permute import permute_rows
 from megatron.linear_cp.plan import ContextParallelPlan
 
@@ -146,10 +153,12 @@ class CoreAttention(MegatronModule):
 
 
 class SelfAttention(_MegatronSelfAttention):
-    """Megatron-Core's self attention, with RoPE positions from the micro-batch's own group.
+    """Megatron-Core's self attention under the micro-batch's own group, and in any layout.
 
     The base class rotates by the rank in the constructor's group, which is wrong for a micro-batch
-    that brings another one.
+    that brings another one. It also knows the zigzag layout only, which balances the causal mask:
+    where the config declares contiguous, the hidden states are brought to zigzag before it and back
+    after it, the only conversions that a hybrid stack in the contiguous layout makes.
     """
 
     def forward(
@@ -161,24 +170,46 @@ class SelfAttention(_MegatronSelfAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As the base class, whose arguments these are; ``self`` is not modified."""
         group = resolve_cp_group(self.pg_collection.cp, packed_seq_params)
-        positions = kwargs.get("rotary_pos_emb") is not None
-        layout = getattr(self.config, "linear_cp_layout", "zigzag")
-        if positions and group.size() > 1 and layout != "zigzag":
-            raise ValueError(
-                "Megatron-Core's RoPE knows the zigzag layout only, got "
-                f"linear_cp_layout={layout!r} on {group.size()} context-parallel ranks: use "
-                "zigzag, or no position embedding"
-            )
+        stored, working = self._plans(hidden_states, group, packed_seq_params)
         runtime = self
-        if group is not self.pg_collection.cp:
-            # Parameters and submodules are shared with the copy; only its group differs.
+        if group is not self.pg_collection.cp or stored is not working:
+            # Parameters and submodules are shared with the copy; only its group and the layout
+            # that its core sees differ.
             runtime = copy.copy(self)
             runtime.pg_collection = copy.copy(self.pg_collection)
             runtime.pg_collection.cp = group
-        out: tuple[torch.Tensor, torch.Tensor | None] = super(SelfAttention, runtime).forward(
+            runtime._modules = dict(self._modules)
+            if isinstance(self.core_attention, CoreAttention):
+                runtime.core_attention = copy.copy(self.core_attention)
+                runtime.core_attention.layout = working.layout
+        if is_packed(packed_seq_params) and not isinstance(self.core_attention, CoreAttention):
+            assert packed_seq_params is not None
+            packed_seq_params = physical_packed_seq_params(packed_seq_params, working)
+        sharded_over = self.pg_collection.tp if self.config.sequence_parallel else None
+        hidden_states = convert_hidden(hidden_states, stored, working, sharded_over)
+        out, bias = super(SelfAttention, runtime).forward(
             hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs
         )
-        return out
+        return convert_hidden(out, working, stored, sharded_over), bias
+
+    def _plans(
+        self,
+        hidden: torch.Tensor,
+        group: dist.ProcessGroup,
+        packed_seq_params: PackedSeqParams | None,
+    ) -> tuple[ContextParallelPlan, ContextParallelPlan]:
+        """How the tokens are stored, and how attention wants them."""
+        sequence_parallel = self.config.sequence_parallel
+        stored = plan_for(
+            packed_seq_params,
+            group,
+            local_tokens=hidden.shape[0]
+            * (self.pg_collection.tp.size() if sequence_parallel else 1),
+            batch=hidden.shape[1],
+            layout=getattr(self.config, "linear_cp_layout", "zigzag"),
+            conv_kernel_size=getattr(self.config, "linear_conv_kernel_dim", None) or 4,
+        )
+        return stored, stored if group.size() == 1 else stored.in_layout("zigzag")
 
 
 def _check_mask_type(mask_type: AttnMaskType) -> None:

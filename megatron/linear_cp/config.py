@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.transformer.transformer_config import TransformerConfig as _UpstreamConfig
 
 from megatron.linear_cp.cost import Workload, predict_costs
+from megatron.linear_cp.exchange_choice import check_move_sequences
 from megatron.linear_cp.layout import check_layout
 from megatron.linear_cp.modes import linear_cp_modes
 from megatron.linear_cp.modes.heads import check_heads, heads_fit
@@ -130,16 +131,21 @@ class LinearCPConfigMixin:
         linear_cp_layout: how the ranks store tokens, ``"zigzag"`` or ``"contiguous"``.
         linear_cp_state_exchange: how chunkwise carries states across ranks: ``"scan"``, or
             ``"fla"`` for FLA's own exchange after a re-layout, a cross-check on CUDA.
+        linear_cp_move_sequences: whether chunkwise, on packed zigzag input, brings sequences whole
+            to one rank instead of exchanging their states: ``"auto"`` where that moves fewer bytes
+            (short sequences), ``"never"`` or ``"always"``.
     """
 
     linear_cp_mode: str = "headwise"
     linear_cp_layout: str = "zigzag"
     linear_cp_state_exchange: str = "scan"
+    linear_cp_move_sequences: str = "auto"
 
     def __post_init__(self) -> None:
         check_linear_cp_mode(self.linear_cp_mode)
         check_layout(self.linear_cp_layout)
         check_state_exchange(self.linear_cp_state_exchange)
+        check_move_sequences(self.linear_cp_move_sequences)
         config: Any = self
         if self.linear_cp_state_exchange == "fla" and config.deterministic_mode:
             raise ValueError(

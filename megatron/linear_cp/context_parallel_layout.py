@@ -11,6 +11,14 @@ from megatron.linear_cp import comm
 from megatron.linear_cp.layout import rank_indices, token_ranges
 from megatron.linear_cp.permute import permute_rows
 from megatron.linear_cp.plan import ContextParallelPlan
+from megatron.linear_cp.routes import LayoutRoute
+
+_conversions = 0
+
+
+def layout_conversions() -> int:
+    """How often this process moved tokens to another layout so far, forward only."""
+    return _conversions
 
 
 def get_thd_context_parallel_rank_indices(
@@ -79,13 +87,25 @@ def contiguous_to_zigzag_chunks(
     return _convert(x, cp_group, seq_dim, cu_seqlens, plan, "contiguous", "zigzag")
 
 
-def convert_rows(x: torch.Tensor, plan: ContextParallelPlan, layout: str) -> torch.Tensor:
-    """``[T, ...]`` local tokens in the plan's layout, moved to another; differentiable."""
-    if plan.cp_size == 1 or layout == plan.layout:
+def convert_rows(
+    x: torch.Tensor, old: ContextParallelPlan, new: ContextParallelPlan
+) -> torch.Tensor:
+    """``[T, ...]`` local tokens as plan ``old`` stores them, moved to where ``new`` does.
+
+    Differentiable and bit-exact; every rank of the plans' group must call.
+    """
+    if old is new or old.cp_size == 1:
         return x
-    route, device = plan.layout_route(layout), x.device
+    return exchange_tokens(x, old.route_to(new), old.group)
+
+
+def exchange_tokens(x: torch.Tensor, route: LayoutRoute, group: dist.ProcessGroup) -> torch.Tensor:
+    """``[T, ...]`` rows along a route, over the group it was built for; differentiable."""
+    global _conversions
+    _conversions += 1
+    device = x.device
     rows = permute_rows(x, route.send_order.on(device), route.send_inverse.on(device))
-    rows = comm.all_to_all_rows(rows, route.send_splits, route.recv_splits, plan.group)
+    rows = comm.all_to_all_rows(rows, route.send_splits, route.recv_splits, group)
     return permute_rows(rows, route.recv_order.on(device), route.recv_inverse.on(device))
 
 
@@ -110,5 +130,5 @@ def _convert(
             f"the boundaries cover {plan.total_tokens} tokens, {plan.local_tokens} on each of "
             f"{plan.cp_size} ranks, but x holds {local} along dim {seq_dim}"
         )
-    rows = convert_rows(x.movedim(seq_dim, 0), plan, new)
+    rows = convert_rows(x.movedim(seq_dim, 0), plan, plan.in_layout(new))
     return rows.movedim(0, seq_dim)

@@ -12,6 +12,8 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet as _UpstreamGatedDel
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.linear_cp.exchange_choice import LayerSizes, working_plan
+from megatron.linear_cp.hidden_layout import convert_hidden
 from megatron.linear_cp.modes import (
     GatedDeltaNetInputs,
     check_linear_cp_executor,
@@ -19,8 +21,10 @@ from megatron.linear_cp.modes import (
 )
 from megatron.linear_cp.modes.heads import check_heads
 from megatron.linear_cp.norm import RMSNorm
+from megatron.linear_cp.ops.fla_exchange import check_fla_exchange
 from megatron.linear_cp.ops.split import split_channels
-from megatron.linear_cp.packed_seq_params import plan_for, resolve_cp_group
+from megatron.linear_cp.packed_seq_params import is_packed, plan_for, resolve_cp_group
+from megatron.linear_cp.plan import ContextParallelPlan
 
 # What the config declares and no call may change.
 _DECLARED = {
@@ -28,6 +32,7 @@ _DECLARED = {
     "gdn_cp_mode",
     "linear_cp_layout",
     "linear_cp_state_exchange",
+    "linear_cp_move_sequences",
 }
 
 __all__ = ["GatedDeltaNet", "GatedDeltaNetSubmodules"]
@@ -139,7 +144,7 @@ class GatedDeltaNet(_UpstreamGatedDeltaNet):
             )
         batch = hidden_states.shape[1]
         local_tokens = hidden_states.shape[0] * self.sp_size
-        plan = plan_for(
+        stored = plan_for(
             packed_seq_params,
             resolve_cp_group(self.pg_collection.cp, packed_seq_params),
             local_tokens=local_tokens,
@@ -147,11 +152,14 @@ class GatedDeltaNet(_UpstreamGatedDeltaNet):
             layout=self.config.linear_cp_layout,
             conv_kernel_size=self.conv_kernel_dim,
         )
-        self._check_mode(plan.cp_size)
+        self._check_mode(stored.cp_size)
+        plan = self._working_plan(stored, hidden_states, is_packed(packed_seq_params))
+        sharded_over = self.pg_collection.tp if self.sp_size > 1 else None
+        hidden_states = convert_hidden(hidden_states, stored, plan, sharded_over)
         projected, _ = self.in_proj(hidden_states)
         # [s, b, x] -> [1, b * s, x]: samples one after another; a view where b is 1.
         width = projected.shape[-1]
-        tokens = projected.transpose(0, 1).reshape(1, batch * local_tokens, width)
+        tokens = projected.transpose(0, 1).reshape(1, plan.local_tokens, width)
         qkv, gate, beta, alpha = split_channels(
             tokens,
             [
@@ -165,16 +173,42 @@ class GatedDeltaNet(_UpstreamGatedDeltaNet):
         gate = gate.unflatten(-1, (self.num_v_heads_local_tp, self.value_head_dim))
 
         def norm_and_layout(out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-            normed = self._gated_norm(out, gate).view(batch, local_tokens, self.v_dim_local_tp)
+            normed = self._gated_norm(out, gate).view(batch, -1, self.v_dim_local_tp)
             return normed.transpose(0, 1).contiguous()
 
-        if not self._recomputes_norm():
-            return self.out_proj(norm_and_layout(out, gate))
-        checkpoint = tensor_parallel.CheckpointWithoutOutput()
-        normed = checkpoint.checkpoint(norm_and_layout, out, gate)
-        result, bias = self.out_proj(normed)
-        checkpoint.discard_output_and_register_recompute(result)
-        return result, bias
+        if self._recomputes_norm():
+            checkpoint = tensor_parallel.CheckpointWithoutOutput()
+            normed = checkpoint.checkpoint(norm_and_layout, out, gate)
+            result, bias = self.out_proj(normed)
+            checkpoint.discard_output_and_register_recompute(result)
+        else:
+            result, bias = self.out_proj(norm_and_layout(out, gate))
+        return convert_hidden(result, plan, stored, sharded_over), bias
+
+    def _working_plan(
+        self, stored: ContextParallelPlan, hidden: torch.Tensor, packed: bool
+    ) -> ContextParallelPlan:
+        """Where the layer works: where the tokens are stored, unless moving them is better."""
+        config = self.config
+        if config.linear_cp_mode != "chunkwise" or stored.cp_size == 1:
+            return stored
+        if config.linear_cp_state_exchange == "fla":
+            plan = stored.in_layout("contiguous")
+            check_fla_exchange(plan, hidden.device, self.conv_kernel_dim)
+            return plan
+        if not packed or stored.layout != "zigzag":
+            return stored
+        sizes = LayerSizes(
+            hidden_size=self.hidden_size // self.sp_size,
+            num_value_heads=self.num_v_heads_local_tp,
+            key_head_dim=self.key_head_dim,
+            value_head_dim=self.value_head_dim,
+            conv_channels=self.conv_dim_local_tp,
+            conv_kernel_size=self.conv_kernel_dim,
+            element_size=hidden.element_size(),
+            token_multiple=self.sp_size,
+        )
+        return working_plan(stored, sizes, config.linear_cp_move_sequences)
 
     def _check_mode(self, cp_size: int) -> None:
         """Raise unless the declared mode can run at this CP size, before anything is sent."""

@@ -155,6 +155,69 @@ def dense_token_ranges(seq_len: int, batch: int, cp_size: int, layout: str) -> T
     return _finish(sequence, start, start + span, rank)
 
 
+def mixed_token_ranges(boundaries: IntArray, cp_size: int, home: IntArray) -> TokenRanges:
+    """Zigzag for some sequences of packed input, and others whole on one rank each.
+
+    Args:
+        boundaries: ``[S + 1]`` boundaries that zigzag can cut.
+        cp_size: number of context-parallel ranks.
+        home: ``[S]`` the rank that holds all of a sequence, or -1 for zigzag.
+
+    Returns:
+        Every rank stores its parts in the order of the sequences.
+    """
+    spread = _zigzag(boundaries, cp_size)
+    stays = home[spread.sequence] < 0
+    whole = np.flatnonzero((home >= 0) & (np.diff(boundaries) > 0))
+    sequence = np.concatenate([spread.sequence[stays], whole])
+    start = np.concatenate([spread.start[stays], boundaries[whole]])
+    stop = np.concatenate([spread.stop[stays], boundaries[whole + 1]])
+    rank = np.concatenate([spread.rank[stays], home[whole]])
+    order = np.lexsort((start, sequence, rank))
+    return _finish(sequence[order], start[order], stop[order], rank[order])
+
+
+def shard_ranges(ranges: TokenRanges, shards: int, samples: int) -> TokenRanges:
+    """The same tokens when every rank's storage is cut again, as sequence parallelism does.
+
+    Args:
+        ranges: of the context-parallel ranks.
+        shards: tensor-parallel ranks that share one rank's tokens.
+        samples: equal blocks of every rank's storage, each of which is cut (1 for packed input).
+
+    Returns:
+        Shard ``j`` of rank ``r`` is rank ``r * shards + j``; it stores its part of the first block,
+        then of the second, and so on.
+
+    Raises:
+        ValueError: a rank's storage that does not divide.
+    """
+    pieces: list[IntArray] = []
+    for rank in np.unique(ranges.rank):
+        mine = ranges.rank == rank
+        tokens = int((ranges.stop - ranges.start)[mine].sum())
+        if tokens % (shards * samples):
+            raise ValueError(
+                f"context-parallel rank {rank} stores {tokens} tokens, which do not divide over "
+                f"{shards} tensor-parallel ranks of {samples} samples each"
+            )
+        width = tokens // (shards * samples)
+        offset = ranges.offset[mine]
+        points = np.union1d(np.append(offset, tokens), np.arange(0, tokens + 1, width))
+        first, last = points[:-1], points[1:]
+        owner = np.searchsorted(offset, first, side="right") - 1
+        start = ranges.start[mine][owner] + first - offset[owner]
+        shard = rank * shards + first // width % shards
+        pieces.append(
+            np.stack([ranges.sequence[mine][owner], start, start + last - first, shard, first])
+        )
+    if not pieces:
+        return ranges
+    sequence, start, stop, shard, place = np.concatenate(pieces, axis=1)
+    order = np.lexsort((place, shard))
+    return _finish(sequence[order], start[order], stop[order], shard[order])
+
+
 def rank_indices(ranges: TokenRanges, cp_rank: int) -> IntArray:
     """Global positions of the tokens that ``cp_rank`` stores, in storage order: ``[T]`` int64."""
     mine = ranges.rank == cp_rank

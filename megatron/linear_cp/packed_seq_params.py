@@ -4,7 +4,7 @@
 import os
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -222,6 +222,47 @@ def packed_plan(
     return _packed_plan(packed_seq_params, cp_group, layout, conv_kernel_size)
 
 
+def physical_packed_seq_params(
+    packed_seq_params: PackedSeqParams, plan: ContextParallelPlan
+) -> PackedSeqParams:
+    """The same micro-batch with boundaries that cover every stored row, padding included.
+
+    For attention kernels that leave the rows outside ``cu_seqlens`` unwritten, as Transformer
+    Engine's do: what they leave there would reach the next linear-attention layer. With the padded
+    boundaries in the place of the real ones padding attends like tokens at the end of its own
+    sequence, which the causal mask hides from all real rows.
+
+    Args:
+        packed_seq_params: with padded boundaries or without.
+        plan: of the micro-batch.
+
+    Returns:
+        The argument itself where nothing is padded; else a copy, the same one on every call.
+    """
+    stored_q, stored_kv = (
+        packed_seq_params.cu_seqlens_q_padded,
+        packed_seq_params.cu_seqlens_kv_padded,
+    )
+    if stored_q is None and stored_kv is None:
+        return packed_seq_params
+    kept = _plans_of(packed_seq_params)
+    if kept.physical is not None and kept.physical[0] is plan:
+        return kept.physical[1]
+    boundaries = stored_kv if stored_q is None else stored_q
+    longest = int(np.diff(plan.boundaries).max(initial=0))
+    copied = replace(
+        packed_seq_params,
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        cu_seqlens_q_padded=boundaries,
+        cu_seqlens_kv_padded=boundaries,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    kept.physical = (plan, copied)
+    return copied
+
+
 @dataclass(frozen=True)
 class _Kept:
     """A plan and what it was built from, to notice that it is stale."""
@@ -240,25 +281,41 @@ class _Kept:
 
 
 class _Plans(dict[str, _Kept]):
-    """The plans of one micro-batch by layout; a copy or pickle of the micro-batch starts anew."""
+    """The plans of one micro-batch by layout; a copy or pickle of the micro-batch starts anew.
+
+    Attributes:
+        physical: a plan and the params of :func:`physical_packed_seq_params` for it.
+    """
+
+    physical: tuple[ContextParallelPlan, PackedSeqParams] | None = None
 
     def __reduce__(self) -> tuple[type["_Plans"], tuple[()]]:
         return _Plans, ()
 
 
+def _plans_of(params: PackedSeqParams) -> _Plans:
+    plans: _Plans = params.__dict__.setdefault(_PLANS_ATTRIBUTE, _Plans())
+    return plans
+
+
 def _packed_plan(
     params: PackedSeqParams, group: dist.ProcessGroup, layout: str, conv_kernel_size: int
 ) -> ContextParallelPlan:
-    kept: _Plans = params.__dict__.setdefault(_PLANS_ATTRIBUTE, _Plans())
+    kept = _plans_of(params)
     tensors = _boundaries(params)
     entry = kept.get(layout)
     if entry is not None and entry.fits(group, tensors):
         return entry.plan
-    boundaries = resolve_cu_seqlens(params)
-    _check_real_boundaries(params)
-    plan = ContextParallelPlan.build(
-        boundaries, group, layout=layout, conv_kernel_size=conv_kernel_size
-    )
+    same = next((other for other in kept.values() if other.fits(group, tensors)), None)
+    if same is not None:
+        # The micro-batch was checked and read already, in another layout.
+        plan = same.plan.in_layout(layout)
+    else:
+        boundaries = resolve_cu_seqlens(params)
+        _check_real_boundaries(params)
+        plan = ContextParallelPlan.build(
+            boundaries, group, layout=layout, conv_kernel_size=conv_kernel_size
+        )
     marks = tuple(_mark(t) for t in tensors)
     kept[layout] = _Kept(plan, weakref.ref(group), tensors, marks)
     return plan
@@ -363,7 +420,7 @@ def _dense_plan(
     group: dist.ProcessGroup, seq_len: int, batch: int, layout: str, conv_kernel_size: int
 ) -> ContextParallelPlan:
     plans = _dense_plans.setdefault(group, OrderedDict())
-    key = (seq_len, batch, layout)
+    key = (seq_len, batch)
     if key not in plans:
         plans[key] = ContextParallelPlan.build_dense(
             seq_len, batch, group, layout=layout, conv_kernel_size=conv_kernel_size
@@ -371,4 +428,4 @@ def _dense_plan(
         if len(plans) > _MAX_DENSE_PLANS:
             plans.popitem(last=False)
     plans.move_to_end(key)
-    return plans[key]
+    return plans[key].in_layout(layout)

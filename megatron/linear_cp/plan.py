@@ -14,7 +14,9 @@ from megatron.linear_cp.layout import (
     TokenRanges,
     check_boundaries,
     dense_token_ranges,
+    mixed_token_ranges,
     rank_indices,
+    shard_ranges,
     token_ranges,
 )
 from megatron.linear_cp.routes import (
@@ -44,9 +46,10 @@ class ContextParallelPlan:
 
     Attributes:
         boundaries: ``[S + 1]`` int64 global sequence boundaries (host).
-        layout: ``"zigzag"`` or ``"contiguous"``.
+        layout: ``"zigzag"``, ``"contiguous"`` or ``"mixed"`` (see :meth:`with_homes`).
         cp_size, cp_rank: size of the group and this process's rank in it.
         segments: the runs of consecutive tokens that this rank stores, in storage order.
+        notes: what layers chose for this micro-batch, for :meth:`describe`.
     """
 
     def __init__(
@@ -70,13 +73,14 @@ class ContextParallelPlan:
         self._ranges = ranges
         self._cut = cut
         self._in_layout: dict[str, ContextParallelPlan] = {}
-        self._layout_routes: dict[str, LayoutRoute] = {}
+        self._layout_routes: dict[tuple[ContextParallelPlan, int], LayoutRoute] = {}
         mine = ranges.rank == self.cp_rank
         ends = np.cumsum(ranges.stop[mine] - ranges.start[mine])
         self.segments = Segments(np.concatenate([[0], ends]))
         self._halo_routes: dict[int, HaloRoute] = {}
         self._state_routes: dict[int, StateRoute] = {}
         self._conv_kernel_size = conv_kernel_size
+        self.notes: list[str] = []
 
     @classmethod
     def build(
@@ -221,18 +225,65 @@ class ContextParallelPlan:
             return self
         if layout not in self._in_layout:
             ranges = self._cut(layout)
-            self._in_layout[layout] = ContextParallelPlan(
+            other = ContextParallelPlan(
                 ranges, self.boundaries, self.cp_group, layout, self._conv_kernel_size, self._cut
             )
+            other._in_layout[self.layout] = self
+            self._in_layout[layout] = other
         return self._in_layout[layout]
 
-    def layout_route(self, layout: str) -> LayoutRoute:
-        """Route of this rank's tokens from this plan's layout to another, built once."""
-        if layout not in self._layout_routes:
-            self._layout_routes[layout] = build_layout_route(
-                self._ranges, self._cut(layout), self.cp_rank, self.cp_size
+    def describe(self) -> str:
+        """A few lines for people: who stores what, and what was chosen for this micro-batch."""
+        per_rank = np.bincount(
+            self._ranges.rank,
+            weights=self._ranges.stop - self._ranges.start,
+            minlength=self.cp_size,
+        )
+        tokens = sorted({int(n) for n in per_rank})
+        stored = f"{tokens[0]}" if len(tokens) == 1 else f"{tokens[0]} to {tokens[-1]}"
+        lines = [
+            f"{len(self.boundaries) - 1} sequences, {self.total_tokens} tokens, {self.layout} "
+            f"layout over {self.cp_size} ranks, {stored} tokens each",
+            f"rank {self.cp_rank} holds {self.segments.num_segments} segments",
+            *self.notes,
+        ]
+        return "\n".join(lines)
+
+    def with_homes(self, home: IntArray) -> "ContextParallelPlan":
+        """The plan of the same packed zigzag micro-batch with some sequences whole on one rank.
+
+        Args:
+            home: ``[S]`` the rank that holds all of a sequence, or -1 for zigzag.
+        """
+        ranges = mixed_token_ranges(self.boundaries, self.cp_size, home)
+        return ContextParallelPlan(
+            ranges, self.boundaries, self.cp_group, "mixed", self._conv_kernel_size, self._cut
+        )
+
+    def route_to(
+        self, other: "ContextParallelPlan", *, shards: int = 1, shard: int = 0, samples: int = 1
+    ) -> LayoutRoute:
+        """Route of this rank's tokens to where another plan stores them, built once.
+
+        Args:
+            other: a plan of the same micro-batch and group.
+            shards, shard: under sequence parallelism, how many tensor-parallel ranks share a rank's
+                tokens and which of them this is; the route is then one over all of them, rank
+                ``cp_rank * shards + shard`` being this one.
+            samples: of dense input, see :func:`megatron.linear_cp.layout.shard_ranges`.
+
+        Raises:
+            ValueError: tokens that do not divide over the shards.
+        """
+        key = (other, shards)
+        if key not in self._layout_routes:
+            old, new = self._ranges, other._ranges
+            if shards > 1:
+                old, new = (shard_ranges(ranges, shards, samples) for ranges in (old, new))
+            self._layout_routes[key] = build_layout_route(
+                old, new, self.cp_rank * shards + shard, self.cp_size * shards
             )
-        return self._layout_routes[layout]
+        return self._layout_routes[key]
 
     def state_route(self, heads: int) -> StateRoute:
         """Route of the state scan for ``heads`` value heads, built once per head count."""

@@ -349,7 +349,8 @@ def run_attention(
     attention: SelfAttention, group: Any, params: PackedSeqParams | None, row: list[int], batch: int
 ) -> Tensors:
     """Output and input gradient of this rank's tokens; weight gradients summed over the group."""
-    mine = stored(row, "zigzag", group.size(), group.rank())
+    layout = attention.config.linear_cp_layout
+    mine = stored(row, layout, group.size(), group.rank())
     hidden, upstream = (x[mine] for x in hidden_and_gradient(row[-1], batch))
     hidden.requires_grad_()
     longest = max(b - a for a, b in pairwise(row))
@@ -369,9 +370,9 @@ def run_attention(
     return result
 
 
-def train_step(row: list[int] | None, seq_len: int, batch: int) -> Tensors:
+def train_step(row: list[int] | None, seq_len: int, batch: int, layout: str = "zigzag") -> Tensors:
     with cpu_cuda():
-        attention = make_attention()
+        attention = make_attention(layout)
         params = None if row is None else packed(row)
         return run_attention(attention, dist.group.WORLD, params, row or [0, seq_len], batch)
 
@@ -381,17 +382,20 @@ def train_step(row: list[int] | None, seq_len: int, batch: int) -> Tensors:
     [([0, 8, 24, 24, 52], 52, 1), (None, 16, 3)],
     ids=["packed", "dense"],
 )
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_self_attention_with_rope_equals_one_rank(
-    row: list[int] | None, seq_len: int, batch: int
+    row: list[int] | None, seq_len: int, batch: int, layout: str
 ) -> None:
     [want] = run_distributed(train_step, 1, row, seq_len, batch)
-    parts = run_distributed(train_step, 2, row, seq_len, batch)
-    _assert_same_layer(parts, want, row or [0, seq_len])
+    parts = run_distributed(train_step, 2, row, seq_len, batch, layout)
+    _assert_same_layer(parts, want, row or [0, seq_len], layout)
 
 
-def _assert_same_layer(parts: list[Tensors], want: Tensors, row: list[int]) -> None:
+def _assert_same_layer(
+    parts: list[Tensors], want: Tensors, row: list[int], layout: str = "zigzag"
+) -> None:
     rows = [{name: part[name] for name in ("out", "dx")} for part in parts]
-    actual = join(rows, partial(stored, row, "zigzag", len(parts)), row[-1])
+    actual = join(rows, partial(stored, row, layout, len(parts)), row[-1])
     weights = {name: x for name, x in parts[0].items() if name not in actual}
     assert len(weights) == 4
     assert_all_close({**actual, **weights}, want, 1e-12)
@@ -430,11 +434,54 @@ def test_rope_and_attention_follow_the_group_of_the_micro_batch() -> None:
             _assert_same_layer(parts, want, row)
 
 
-def attention_under_contiguous() -> None:
+class RecordingCore(torch.nn.Module):
+    """Stands where Transformer Engine's attention does, and keeps the boundaries it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[PackedSeqParams, int]] = []
+
+    def forward(
+        self, query: torch.Tensor, *args: Any, packed_seq_params: PackedSeqParams, **kwargs: Any
+    ) -> torch.Tensor:
+        self.seen.append((packed_seq_params, query.shape[0]))
+        return query.flatten(1)
+
+
+def boundaries_of_another_core(layout: str) -> list[Any]:
+    """Two layers' calls with real lengths 7 and 20 stored as 8 and 24."""
+    group = dist.group.WORLD
+    assert group is not None
+    real, stored_as = (torch.tensor(x, dtype=torch.int32) for x in ([0, 7, 27], [0, 8, 32]))
+    params = PackedSeqParams("thd", real, real, stored_as, stored_as, 20, 20)
     with cpu_cuda():
-        run_attention(make_attention("contiguous"), dist.group.WORLD, packed([0, 8]), [0, 8], 1)
+        attention = make_attention(layout)
+        attention.core_attention = RecordingCore()
+        hidden = torch.randn(32 // group.size(), 1, 24, dtype=torch.float64)
+        for _ in range(2):
+            attention(
+                hidden,
+                attention_mask=None,
+                rotary_pos_emb=rotary(24, True, group),
+                packed_seq_params=params,
+            )
+    (first, rows), (second, _) = attention.core_attention.seen
+    assert params.cu_seqlens_q is real
+    sides = (
+        first.cu_seqlens_q,
+        first.cu_seqlens_kv,
+        first.cu_seqlens_q_padded,
+        first.cu_seqlens_kv_padded,
+    )
+    return [
+        second is first,
+        rows,
+        [side.tolist() for side in sides],
+        (first.max_seqlen_q, first.max_seqlen_kv),
+    ]
 
 
-def test_rope_refuses_the_contiguous_layout() -> None:
-    errors = run_distributed(attention_under_contiguous, 2, return_exceptions=True)
-    assert all("RoPE knows the zigzag layout only" in str(error) for error in errors)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_another_core_is_told_of_every_stored_row(layout: str) -> None:
+    for result in run_distributed(boundaries_of_another_core, 2, layout):
+        assert result == [True, 16, [[0, 8, 32]] * 4, (24, 24)]

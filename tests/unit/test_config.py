@@ -166,7 +166,12 @@ def test_other_variants_keep_upstream_checks() -> None:
 def test_base_checks_still_run_for_gdn() -> None:
     """Hiding the variant must not hide the rest of the base class's work."""
     config, plain = make_config(), make_config(UpstreamConfig)
-    own = {"linear_cp_mode", "linear_cp_layout", "linear_cp_state_exchange"}
+    own = {
+        "linear_cp_mode",
+        "linear_cp_layout",
+        "linear_cp_state_exchange",
+        "linear_cp_move_sequences",
+    }
     for field in dataclasses.fields(UpstreamConfig):
         ours, theirs = getattr(config, field.name), getattr(plain, field.name)
         # Initialisers are partials made anew by every config: equal in what they hold.

@@ -37,7 +37,7 @@ def check_fla_exchange(plan: ContextParallelPlan, device: torch.device, width: i
     if plan.layout != "contiguous":
         raise ValueError(
             f"state_exchange='fla' needs the contiguous layout, got a {plan.layout} plan; convert "
-            "the tokens first (convert_rows) or use 'scan', which runs on any layout"
+            "the tokens first (the module does) or use 'scan', which runs on any layout"
         )
     if plan.cp_size > 1 and plan.local_tokens < width - 1:
         raise ValueError(
