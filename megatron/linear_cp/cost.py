@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron.linear_cp.layout import TokenRanges, token_ranges
+from megatron.linear_cp.exchange_choice import LayerSizes, choose_for
+from megatron.linear_cp.layout import check_divisible, mixed_token_ranges, token_ranges
 from megatron.linear_cp.modes.heads import heads_fit
-from megatron.linear_cp.routes import build_halo_route, build_state_route
+from megatron.linear_cp.routes import build_halo_route, build_layout_route, build_state_route
+from megatron.linear_cp.segments import IntArray
 
 _CHUNK = 64
 # Backward does about two products for each of forward's, and repeats part of forward.
@@ -24,6 +26,7 @@ class Workload:
         num_key_heads, num_value_heads: of the whole model.
         key_head_dim, value_head_dim: channels of a head.
         conv_kernel_size: taps of the convolution.
+        hidden_size: of the model, which is what a moved token costs.
         element_size: bytes of an activation, 2 for bf16.
         bytes_per_second: what a rank can send, all peers together. The default, 200 GB/s, is what
             an all-to-all reaches inside one NVLink host; across hosts use the network's figure.
@@ -36,6 +39,7 @@ class Workload:
     key_head_dim: int = 128
     value_head_dim: int = 128
     conv_kernel_size: int = 4
+    hidden_size: int = 2048
     element_size: int = 2
     bytes_per_second: float = 200e9
     flops_per_second: float = 100e12
@@ -62,6 +66,7 @@ def predict_costs(
     tensor_model_parallel_size: int,
     context_parallel_size: int,
     layout: str = "zigzag",
+    move_sequences: str = "never",
 ) -> dict[str, ModeCost]:
     """Cost of every built-in mode whose head rule holds.
 
@@ -70,6 +75,8 @@ def predict_costs(
         tensor_model_parallel_size: TP.
         context_parallel_size: CP.
         layout: ``"zigzag"`` or ``"contiguous"``.
+        move_sequences: which sequences chunkwise moves instead of exchanging their states, on the
+            zigzag layout; see :mod:`megatron.linear_cp.exchange_choice`.
 
     Returns:
         Mode name to cost; modes that the heads do not fit are missing.
@@ -79,7 +86,7 @@ def predict_costs(
     """
     tp, cp = tensor_model_parallel_size, context_parallel_size
     boundaries = np.concatenate([[0], np.cumsum(np.asarray(workload.lengths, dtype=np.int64))])
-    ranges = token_ranges(boundaries, cp, layout)
+    check_divisible(boundaries, cp, layout)
     local = int(boundaries[-1]) // cp
     heads = workload.num_value_heads // tp
     key_heads = workload.num_key_heads // tp
@@ -93,10 +100,7 @@ def predict_costs(
         "headwise": (2 * local * (width + out_width) * size * (cp - 1) // cp, rule),
         # Backward scatters the gradient of what forward gathered.
         "all_gather": (2 * (cp - 1) * local * width * size, rule * cp),
-        "chunkwise": (
-            _chunkwise_bytes(workload, ranges, boundaries, cp, heads, width - 2 * heads),
-            rule + (_summary_flops(workload, heads) * local if cp > 1 else 0.0),
-        ),
+        "chunkwise": _chunkwise(workload, boundaries, cp, tp, layout, move_sequences),
     }
     costs = {}
     for mode, (sent, flops) in counted.items():
@@ -112,24 +116,52 @@ def predict_costs(
     return costs
 
 
-def _chunkwise_bytes(
-    workload: Workload,
-    ranges: TokenRanges,
-    boundaries: np.ndarray,
-    cp: int,
-    heads: int,
-    conv_width: int,
-) -> int:
-    """Of the busiest rank: states in fp32, and the convolution's halo both ways."""
+def layer_sizes(workload: Workload, tensor_model_parallel_size: int) -> LayerSizes:
+    """The workload's sizes on one tensor-parallel rank, without sequence parallelism."""
+    heads = workload.num_value_heads // tensor_model_parallel_size
+    key_heads = workload.num_key_heads // tensor_model_parallel_size
+    return LayerSizes(
+        hidden_size=workload.hidden_size,
+        num_value_heads=heads,
+        key_head_dim=workload.key_head_dim,
+        value_head_dim=workload.value_head_dim,
+        conv_channels=2 * key_heads * workload.key_head_dim + heads * workload.value_head_dim,
+        conv_kernel_size=workload.conv_kernel_size,
+        element_size=workload.element_size,
+    )
+
+
+def _chunkwise(
+    workload: Workload, boundaries: IntArray, cp: int, tp: int, layout: str, move: str
+) -> tuple[int, float]:
+    """Bytes and flops of the busiest rank: states in fp32, halos both ways, and moved tokens."""
+    sizes = layer_sizes(workload, tp)
+    stored = working = token_ranges(boundaries, cp, layout)
+    tokens = int(boundaries[-1]) // cp
+    if layout == "zigzag" and cp > 1:
+        choice = choose_for(boundaries, cp, sizes, move)
+        tokens = int(choice.tokens.max())
+        if choice.moved:
+            working = mixed_token_ranges(boundaries, cp, choice.home)
     most = 0
     for rank in range(cp):
-        states = build_state_route(ranges, rank, cp, heads).bytes_sent(
-            rank, workload.key_head_dim, workload.value_head_dim
+        sent = build_state_route(working, rank, cp, sizes.num_value_heads).bytes_sent(
+            rank, sizes.key_head_dim, sizes.value_head_dim
         )
-        halo = build_halo_route(ranges, boundaries, rank, cp, workload.conv_kernel_size)
+        halo = build_halo_route(working, boundaries, rank, cp, sizes.conv_kernel_size)
         rows = sum(halo.send_splits) + sum(halo.recv_splits)
-        most = max(most, states + rows * conv_width * workload.element_size)
-    return most
+        sent += rows * sizes.conv_channels * sizes.element_size
+        if working is not stored:
+            route = build_layout_route(stored, working, rank, cp)
+            moved = sum(route.send_splits) + sum(route.recv_splits)
+            moved -= route.send_splits[rank] + route.recv_splits[rank]
+            # Hidden states go and come back; the gradients the other way.
+            sent += 2 * moved * sizes.hidden_size * sizes.element_size
+        most = max(most, sent)
+    flops = _rule_flops(workload, sizes.num_value_heads)
+    if cp > 1:
+        flops += _summary_flops(workload, sizes.num_value_heads)
+    return most, flops * tokens
 
 
 def _rule_flops(workload: Workload, heads: int) -> float:

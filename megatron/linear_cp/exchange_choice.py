@@ -124,14 +124,17 @@ def choose_exchange(
     check_move_sequences(policy)
 
     def choose() -> ExchangeChoice:
-        choice = _choose(plan.boundaries, plan.cp_size, sizes, policy)
+        choice = choose_for(plan.boundaries, plan.cp_size, sizes, policy)
         plan.notes.append(choice.describe())
         return choice
 
     return plan.segments.cached(("exchange choice", sizes, policy), choose)
 
 
-def _choose(boundaries: IntArray, cp_size: int, sizes: LayerSizes, policy: str) -> ExchangeChoice:
+def choose_for(
+    boundaries: IntArray, cp_size: int, sizes: LayerSizes, policy: str
+) -> ExchangeChoice:
+    """:func:`choose_exchange` for ``[S + 1]`` boundaries that zigzag can cut, without a plan."""
     lengths = np.diff(boundaries)
     leaving = lengths - lengths // cp_size
     move = leaving * sizes.hidden_size * sizes.element_size * _PASSES

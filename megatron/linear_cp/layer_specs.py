@@ -17,6 +17,7 @@ from megatron.core.models.gpt.experimental_attention_variant_module_specs import
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as _UpstreamGatedDeltaNet
+from megatron.core.transformer.attention import SelfAttention as _MegatronSelfAttention
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -34,6 +35,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron.linear_cp.attention import CoreAttention, SelfAttention
 from megatron.linear_cp.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.linear_cp.layout import check_layout
 from megatron.linear_cp.norm import RMSNorm
 
 
@@ -105,7 +107,8 @@ def get_gdn_hybrid_layer_spec(
         return use_linear_cp(
             get_transformer_block_with_experimental_attention_variant_spec(
                 config, vp_stage=vp_stage, pp_rank=pp_rank
-            )
+            ),
+            linear_cp_layout=getattr(config, "linear_cp_layout", "zigzag"),
         )
     backend = LocalBackend()
     linear = get_linear_attention_pattern(config)
@@ -123,33 +126,39 @@ def get_gdn_hybrid_layer_spec(
     )
 
 
-def use_linear_cp[Spec](spec: Spec) -> Spec:
+def use_linear_cp[Spec](spec: Spec, *, linear_cp_layout: str = "zigzag") -> Spec:
     """Swap our :class:`GatedDeltaNet` for Megatron-Core's in an existing spec.
 
     Args:
         spec: a layer spec, a block spec, or a function that returns one.
+        linear_cp_layout: what the config declares. With ``"contiguous"`` Megatron-Core's
+            ``SelfAttention``, which knows zigzag only, is swapped for ours as well.
 
     Returns:
         The same kind of object with every Megatron-Core GatedDeltaNet replaced, at any depth; the
         argument is left as it is. A spec without any comes back equal (a pipeline stage may hold
         softmax-attention layers only).
     """
+    check_layout(linear_cp_layout)
+    swaps: dict[type, type] = {_UpstreamGatedDeltaNet: GatedDeltaNet}
+    if linear_cp_layout != "zigzag":
+        swaps[_MegatronSelfAttention] = SelfAttention
     if callable(spec) and not isinstance(spec, (ModuleSpec, type)) and not _is_dataclass(spec):
-        return _wrapped(spec)  # type: ignore[return-value]
-    return _swapped(spec)
+        return _wrapped(spec, swaps)  # type: ignore[return-value]
+    return _swapped(spec, swaps)
 
 
-def _wrapped(build: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped(build: Callable[..., Any], swaps: dict[type, type]) -> Callable[..., Any]:
     @functools.wraps(build)
     def build_with_linear_cp(*args: Any, **kwargs: Any) -> Any:
-        return _swapped(build(*args, **kwargs))
+        return _swapped(build(*args, **kwargs), swaps)
 
     return build_with_linear_cp
 
 
-def _swapped(node: Any) -> Any:
-    if node is _UpstreamGatedDeltaNet:
-        return GatedDeltaNet
+def _swapped(node: Any, swaps: dict[type, type]) -> Any:
+    if isinstance(node, type):
+        return swaps.get(node, node)
     if isinstance(node, ModuleSpec) and isinstance(node.module, tuple):
         path, name = node.module
         if (
@@ -158,15 +167,16 @@ def _swapped(node: Any) -> Any:
         ):
             node = dataclasses.replace(node, module=GatedDeltaNet)
     if isinstance(node, (list, tuple)) and not hasattr(node, "_fields"):
-        return type(node)(_swapped(item) for item in node)
+        return type(node)(_swapped(item, swaps) for item in node)
     if isinstance(node, dict):
-        return {key: _swapped(value) for key, value in node.items()}
+        return {key: _swapped(value, swaps) for key, value in node.items()}
     if isinstance(node, functools.partial):
-        keywords = {key: _swapped(value) for key, value in node.keywords.items()}
-        return functools.partial(node.func, *map(_swapped, node.args), **keywords)
+        positional = [_swapped(value, swaps) for value in node.args]
+        keywords = {key: _swapped(value, swaps) for key, value in node.keywords.items()}
+        return functools.partial(node.func, *positional, **keywords)
     if _is_dataclass(node):
         changes = {
-            field.name: _swapped(getattr(node, field.name))
+            field.name: _swapped(getattr(node, field.name), swaps)
             for field in dataclasses.fields(node)
             if field.init
         }

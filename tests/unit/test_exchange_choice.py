@@ -12,9 +12,9 @@ from megatron.linear_cp import ContextParallelPlan
 from megatron.linear_cp.exchange_choice import (
     MAX_IMBALANCE,
     LayerSizes,
-    _choose,
     check_move_sequences,
     choose_exchange,
+    choose_for,
 )
 from megatron.linear_cp.layout import mixed_token_ranges, rank_indices, shard_ranges, token_ranges
 from megatron.linear_cp.routes import build_state_route
@@ -36,7 +36,7 @@ def bounds(lengths: list[int]) -> np.ndarray:
 
 def test_long_sequences_exchange_states_and_short_ones_move() -> None:
     lengths = [32768, *[256] * 64, 16384]
-    choice = _choose(bounds(lengths), 8, QWEN, "auto")
+    choice = choose_for(bounds(lengths), 8, QWEN, "auto")
     assert choice.home[0] == choice.home[-1] == -1
     assert (choice.home[1:-1] >= 0).all()
     assert choice.total_bytes < min(choice.scan_bytes.sum(), choice.move_bytes.sum())
@@ -46,7 +46,7 @@ def test_long_sequences_exchange_states_and_short_ones_move() -> None:
 
 
 def test_bytes_of_a_scan_do_not_depend_on_the_length() -> None:
-    choice = _choose(bounds([1024, 65536]), 4, QWEN, "auto")
+    choice = choose_for(bounds([1024, 65536]), 4, QWEN, "auto")
     assert choice.scan_bytes[0] == choice.scan_bytes[1]
     route = sum(
         build_state_route(token_ranges([0, 1024], 4, "zigzag"), r, 4, 32).bytes_sent(r, 128, 128)
@@ -58,27 +58,27 @@ def test_bytes_of_a_scan_do_not_depend_on_the_length() -> None:
 
 def test_policies() -> None:
     row = bounds([64, 64, 4096])
-    assert _choose(row, 2, QWEN, "never").moved == 0
-    assert _choose(row, 2, QWEN, "always").moved == 3
+    assert choose_for(row, 2, QWEN, "never").moved == 0
+    assert choose_for(row, 2, QWEN, "always").moved == 3
     with pytest.raises(ValueError, match=r"'often'.*auto, never, always"):
         check_move_sequences("often")
 
 
 def test_one_short_sequence_is_not_worth_idle_ranks() -> None:
-    assert _choose(bounds([512]), 8, QWEN, "auto").moved == 0
-    assert _choose(bounds([512] * 8), 8, QWEN, "auto").moved == 8
+    assert choose_for(bounds([512]), 8, QWEN, "auto").moved == 0
+    assert choose_for(bounds([512] * 8), 8, QWEN, "auto").moved == 8
 
 
 def test_thousands_of_sequences_are_placed_at_once() -> None:
     lengths = [16] * 3000 + [320] * 500
-    choice = _choose(bounds(lengths), 8, QWEN, "auto")
+    choice = choose_for(bounds(lengths), 8, QWEN, "auto")
     assert choice.moved == 3500
 
 
 def test_sequence_parallel_shares_stay_even() -> None:
     sizes = replace(QWEN, token_multiple=4)
     lengths = [16, 24, 32, 64, 16, 32, 32, 64] * 8
-    choice = _choose(bounds(lengths), 2, sizes, "auto")
+    choice = choose_for(bounds(lengths), 2, sizes, "auto")
     assert choice.moved > 0
     assert (choice.tokens % 4 == 0).all()
 
@@ -90,7 +90,7 @@ rows = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 @given(chunks=rows, cp=st.integers(1, 6))
 def test_every_token_has_one_place(chunks: list[int], cp: int) -> None:
     row = bounds([2 * cp * n for n in chunks])
-    choice = _choose(row, cp, QWEN, "auto")
+    choice = choose_for(row, cp, QWEN, "auto")
     ranges = mixed_token_ranges(row, cp, choice.home)
     held = [rank_indices(ranges, r) for r in range(cp)]
     assert [len(h) for h in held] == choice.tokens.tolist()

@@ -11,6 +11,7 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as UpstreamGatedDeltaNet
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -152,6 +153,17 @@ def test_use_linear_cp_on_a_block() -> None:
         is softmax.submodules.self_attention.module
     )
     assert swapped.layer_norm is RMSNorm
+
+
+def test_contiguous_layout_needs_our_attention_too() -> None:
+    softmax = get_gpt_layer_local_spec()
+    assert softmax.submodules.self_attention.module is MegatronSelfAttention
+    swapped = use_linear_cp(softmax, linear_cp_layout="contiguous")
+    assert swapped.submodules.self_attention.module is SelfAttention
+    assert softmax.submodules.self_attention.module is MegatronSelfAttention
+    assert use_linear_cp(softmax).submodules.self_attention.module is MegatronSelfAttention
+    with pytest.raises(ValueError, match="unknown layout 'striped'"):
+        use_linear_cp(softmax, linear_cp_layout="striped")
 
 
 def test_use_linear_cp_on_a_function() -> None:

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m megatron.linear_cp plan``: what each mode and layout would cost on a micro-batch."""
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+import numpy as np
+
+from megatron.linear_cp.cost import Workload, layer_sizes, predict_costs
+from megatron.linear_cp.exchange_choice import choose_for
+from megatron.linear_cp.layout import (
+    LAYOUTS,
+    TokenRanges,
+    check_divisible,
+    mixed_token_ranges,
+    token_ranges,
+)
+from megatron.linear_cp.modes.heads import BUILT_IN_MODES, check_heads
+
+_COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#eeca3b", "#9d755d")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run the layer.
+
+    Attributes:
+        mode: as a config declares it.
+        layout: likewise.
+        move_sequences: likewise; matters to chunkwise on zigzag.
+        refused: why it cannot run, empty where it can. The numbers are then 0.
+        bytes_sent: of the busiest rank, in one layer, forward and backward.
+        seconds: predicted for the same: bytes and the rule's flops, nothing overlapping.
+        saved_bytes: that a rank keeps of a layer for backward, about.
+        imbalance: tokens of the busiest rank over the mean.
+    """
+
+    mode: str
+    layout: str
+    move_sequences: str
+    refused: str = ""
+    bytes_sent: int = 0
+    seconds: float = 0.0
+    saved_bytes: int = 0
+    imbalance: float = 1.0
+
+
+def options(workload: Workload, tp: int, cp: int) -> list[Option]:
+    """Every mode on every layout, in a fixed order.
+
+    Args:
+        workload: the layer, the micro-batch and the machine.
+        tp: tensor-parallel size.
+        cp: context-parallel size.
+    """
+    found = []
+    for layout in LAYOUTS:
+        for mode in BUILT_IN_MODES:
+            both = ("never", "auto") if (mode, layout) == ("chunkwise", "zigzag") else ("never",)
+            found += [_option(workload, tp, cp, mode, layout, move) for move in both]
+    return found
+
+
+def recommended(found: list[Option]) -> Option | None:
+    """The option of the least predicted time; of equals, the first. None if nothing can run."""
+    allowed = [option for option in found if not option.refused]
+    return min(allowed, key=lambda option: option.seconds) if allowed else None
+
+
+def _option(workload: Workload, tp: int, cp: int, mode: str, layout: str, move: str) -> Option:
+    boundaries = _boundaries(workload)
+    try:
+        check_divisible(boundaries, cp, layout)
+        check_heads(
+            mode,
+            num_key_heads=workload.num_key_heads,
+            num_value_heads=workload.num_value_heads,
+            tensor_model_parallel_size=tp,
+            context_parallel_size=cp,
+        )
+    except ValueError as error:
+        return Option(mode, layout, move, refused=str(error))
+    cost = predict_costs(
+        workload,
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        layout=layout,
+        move_sequences=move,
+    )[mode]
+    busiest = int(boundaries[-1]) // cp
+    if mode == "chunkwise" and layout == "zigzag" and cp > 1:
+        busiest = int(choose_for(boundaries, cp, layer_sizes(workload, tp), move).tokens.max())
+    return Option(
+        mode=mode,
+        layout=layout,
+        move_sequences=move,
+        bytes_sent=cost.bytes_sent,
+        seconds=cost.seconds,
+        saved_bytes=_saved_bytes(workload, tp, busiest, cp if mode == "all_gather" else 1),
+        imbalance=busiest * cp / max(int(boundaries[-1]), 1),
+    )
+
+
+def _saved_bytes(workload: Workload, tp: int, tokens: int, gathered: int) -> int:
+    """Projections, rule inputs and output, normed output, and each chunk's factor."""
+    sizes = layer_sizes(workload, tp)
+    value = sizes.num_value_heads * sizes.value_head_dim
+    projected = sizes.conv_channels + value + 2 * sizes.num_value_heads
+    rule = sizes.conv_channels + sizes.num_value_heads * 64
+    if gathered > 1:
+        rule += sizes.conv_channels  # the gathered projections, beside the local ones
+    return tokens * sizes.element_size * (projected + 2 * value + gathered * rule)
+
+
+def _boundaries(workload: Workload) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(np.asarray(workload.lengths, dtype=np.int64))])
+
+
+def table(found: list[Option]) -> str:
+    """The options as text, one line each."""
+    best = recommended(found)
+    lines = [
+        f"{'mode':11} {'layout':11} {'move':6} {'MB sent':>10} {'ms':>9} {'MB saved':>10} "
+        f"{'balance':>8}"
+    ]
+    for option in found:
+        head = f"{option.mode:11} {option.layout:11} {option.move_sequences:6}"
+        if option.refused:
+            lines.append(f"{head} cannot run: {option.refused}")
+            continue
+        lines.append(
+            f"{head} {option.bytes_sent / 1e6:10.2f} {1e3 * option.seconds:9.3f} "
+            f"{option.saved_bytes / 1e6:10.1f} {option.imbalance:8.2f}"
+            f"{'  <- recommended' if option is best else ''}"
+        )
+    return "\n".join(lines)
+
+
+def picture(workload: Workload, tp: int, cp: int) -> str:
+    """SVG: which rank works on which tokens, per layout and with short sequences moved."""
+    boundaries = _boundaries(workload)
+    rows: dict[str, TokenRanges] = {}
+    for layout in LAYOUTS:
+        try:
+            rows[layout] = token_ranges(boundaries, cp, layout)
+        except ValueError:
+            continue
+    if "zigzag" in rows:
+        choice = choose_for(boundaries, cp, layer_sizes(workload, tp), "auto")
+        rows["zigzag, short sequences moved"] = mixed_token_ranges(boundaries, cp, choice.home)
+    width, left, height = 900, 210, 26
+    scale = width / max(int(boundaries[-1]), 1)
+    parts = []
+    for line, (name, ranges) in enumerate(rows.items()):
+        y = 12 + line * (height + 12)
+        parts.append(f'<text x="8" y="{y + 18}">{escape(name)}</text>')
+        for start, stop, rank in zip(ranges.start, ranges.stop, ranges.rank, strict=True):
+            parts.append(
+                f'<rect x="{left + scale * start:.2f}" y="{y}" '
+                f'width="{scale * (stop - start):.2f}" height="{height}" '
+                f'fill="{_COLORS[rank % len(_COLORS)]}"><title>rank {rank}</title></rect>'
+            )
+        parts += [
+            f'<line x1="{left + scale * b:.2f}" x2="{left + scale * b:.2f}" y1="{y}" '
+            f'y2="{y + height}" stroke="white"/>'
+            for b in boundaries
+        ]
+    bottom = 24 + len(rows) * (height + 12)
+    for rank in range(cp):
+        x = left + rank * 80
+        color = _COLORS[rank % len(_COLORS)]
+        parts.append(f'<rect x="{x}" y="{bottom - 12}" width="14" height="14" fill="{color}"/>')
+        parts.append(f'<text x="{x + 20}" y="{bottom}">rank {rank}</text>')
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 12} {bottom + 14}" '
+        f'font-family="sans-serif" font-size="13">\n'
+        f'<rect width="100%" height="100%" fill="#f7f7f7"/>\n{body}\n</svg>\n'
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("--lengths", required=True, help="file of stored sequence lengths")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
+    parser.add_argument("--cp", type=int, required=True, help="context-parallel size")
+    parser.add_argument("--heads", default="16/32", help="key/value heads of the model")
+    parser.add_argument("--head-dims", default="128/128", help="key/value channels of a head")
+    parser.add_argument("--hidden", type=int, default=2048, help="hidden size")
+    parser.add_argument("--conv", type=int, default=4, help="taps of the convolution")
+    parser.add_argument("--bandwidth", type=float, default=200.0, help="GB/s that a rank sends")
+    parser.add_argument("--tflops", type=float, default=100.0, help="TFLOP/s of the rule")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--picture", help="also write an SVG of who works on which tokens")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the options; 0 if one can run, 1 if none can, 2 for input that makes no sense."""
+    try:
+        workload = _workload(arguments)
+        for name in ("tp", "cp"):
+            if getattr(arguments, name) < 1:
+                raise ValueError(f"--{name} must be at least 1, got {getattr(arguments, name)}")
+    except (OSError, ValueError) as error:
+        print(f"plan: {error}")
+        return 2
+    found = options(workload, arguments.tp, arguments.cp)
+    best = recommended(found)
+    if arguments.json:
+        recommendation = None if best is None else found.index(best)
+        rows = [asdict(option) for option in found]
+        print(json.dumps({"options": rows, "recommended": recommendation}, indent=2))
+    else:
+        print(
+            f"{len(workload.lengths)} sequences, {sum(workload.lengths)} tokens, "
+            f"TP {arguments.tp}, CP {arguments.cp}; one layer, forward and backward, busiest rank"
+        )
+        print(table(found))
+    if arguments.picture:
+        Path(arguments.picture).write_text(picture(workload, arguments.tp, arguments.cp))
+    return int(best is None)
+
+
+def _workload(arguments: argparse.Namespace) -> Workload:
+    words = Path(arguments.lengths).read_text().replace(",", " ").split()
+    bad = next((word for word in words if not word.isdecimal()), None)
+    if bad is not None or not words:
+        raise ValueError(
+            f"{arguments.lengths} must hold sequence lengths, whole numbers parted by spaces, "
+            f"commas or lines; got {'nothing' if bad is None else repr(bad)}"
+        )
+    key_heads, value_heads = _pair("--heads", arguments.heads)
+    key_dim, value_dim = _pair("--head-dims", arguments.head_dims)
+    return Workload(
+        lengths=[int(word) for word in words],
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
+        key_head_dim=key_dim,
+        value_head_dim=value_dim,
+        conv_kernel_size=arguments.conv,
+        hidden_size=arguments.hidden,
+        bytes_per_second=1e9 * arguments.bandwidth,
+        flops_per_second=1e12 * arguments.tflops,
+    )
+
+
+def _pair(flag: str, text: str) -> tuple[int, int]:
+    first, _, second = text.partition("/")
+    if not (first.isdecimal() and second.isdecimal() and int(first) and int(second)):
+        raise ValueError(f"{flag} must be two numbers such as 16/32, got {text!r}")
+    return int(first), int(second)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes that ``plan`` predicts are those that a real layer sends."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.linear_cp.comm import count_traffic
+from megatron.linear_cp.cost import Workload, predict_costs
+from megatron.linear_cp.testing.layer import LayerShape
+from megatron.linear_cp.testing.module import ModuleCase, run_module
+from megatron.linear_cp.testing.workers import run_distributed
+
+SHAPE = LayerShape(num_key_heads=4, num_value_heads=8, key_head_dim=8, value_head_dim=4)
+HIDDEN = 32
+LENGTHS = {"one": [512], "mixed": [512, 8, 16, 256, 0, 8], "short": [16] * 24}
+OPTIONS = [
+    ("headwise", "zigzag", "never"),
+    ("all_gather", "zigzag", "never"),
+    ("chunkwise", "zigzag", "never"),
+    ("chunkwise", "zigzag", "auto"),
+    ("headwise", "contiguous", "never"),
+    ("all_gather", "contiguous", "never"),
+    ("chunkwise", "contiguous", "never"),
+]
+
+
+def bytes_of_layers(lengths: list[int]) -> list[int]:
+    """What this rank sends under each option, forward and backward."""
+    sent = []
+    for mode, layout, move in OPTIONS:
+        case = ModuleCase(
+            mode=mode,
+            layout=layout,
+            dtype=torch.float32,
+            row=tuple(np.cumsum([0, *lengths]).tolist()),
+            shape=SHAPE,
+            hidden=HIDDEN,
+            config={"linear_cp_move_sequences": move},
+        )
+        with count_traffic() as traffic:
+            run_module(case)
+        sent.append(traffic.bytes_sent)
+    return sent
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("cp", [2, 4])
+def test_prediction_is_what_the_busiest_rank_sends(cp: int, lengths: list[int]) -> None:
+    workload = Workload(
+        lengths=lengths,
+        num_key_heads=SHAPE.num_key_heads,
+        num_value_heads=SHAPE.num_value_heads,
+        key_head_dim=SHAPE.key_head_dim,
+        value_head_dim=SHAPE.value_head_dim,
+        conv_kernel_size=SHAPE.conv_kernel_size,
+        hidden_size=HIDDEN,
+        element_size=4,
+    )
+    by_rank = run_distributed(bytes_of_layers, cp, lengths)
+    for i, (mode, layout, move) in enumerate(OPTIONS):
+        predicted = predict_costs(
+            workload,
+            tensor_model_parallel_size=1,
+            context_parallel_size=cp,
+            layout=layout,
+            move_sequences=move,
+        )[mode]
+        sent = max(result[i] for result in by_rank)
+        assert sent == predicted.bytes_sent, (mode, layout, move)
