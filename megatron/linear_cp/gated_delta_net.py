@@ -177,7 +177,9 @@ class GatedDeltaNet(_UpstreamGatedDeltaNet):
             return normed.transpose(0, 1).contiguous()
 
         if self._recomputes_norm():
-            checkpoint = tensor_parallel.CheckpointWithoutOutput()
+            # Left out, it asks Transformer Engine for its fp8 state, installed or not.
+            quantized = self.config.fp8 or self.config.fp4
+            checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=quantized)
             normed = checkpoint.checkpoint(norm_and_layout, out, gate)
             result, bias = self.out_proj(normed)
             checkpoint.discard_output_and_register_recompute(result)
