@@ -159,7 +159,7 @@ def _train(
                 data_iterator=iter(mine),
                 model=[wrapped],
                 num_microbatches=len(mine),
-                seq_length=settings.row_tokens // run.cp_size,
+                seq_length=settings.row_tokens,  # of all ranks: the schedule divides by CP
                 micro_batch_size=1,
                 forward_only=False,
             )
