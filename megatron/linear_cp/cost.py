@@ -9,7 +9,7 @@ import numpy as np
 from megatron.linear_cp.exchange_choice import LayerSizes, choose_for
 from megatron.linear_cp.layout import check_divisible, mixed_token_ranges, token_ranges
 from megatron.linear_cp.modes.heads import heads_fit
-from megatron.linear_cp.routes import build_halo_route, build_layout_route, build_state_route
+from megatron.linear_cp.routes import build_halo_route, build_state_route
 from megatron.linear_cp.segments import IntArray
 
 _CHUNK = 64
@@ -136,13 +136,16 @@ def _chunkwise(
 ) -> tuple[int, float]:
     """Bytes and flops of the busiest rank: states in fp32, halos both ways, and moved tokens."""
     sizes = layer_sizes(workload, tp)
-    stored = working = token_ranges(boundaries, cp, layout)
+    working = token_ranges(boundaries, cp, layout)
+    lengths = np.diff(boundaries)
+    home = np.full(len(lengths), -1, dtype=np.int64)
     tokens = int(boundaries[-1]) // cp
     if layout == "zigzag" and cp > 1:
         choice = choose_for(boundaries, cp, sizes, move)
         tokens = int(choice.tokens.max())
         if choice.moved:
-            working = mixed_token_ranges(boundaries, cp, choice.home)
+            home = choice.home
+            working = mixed_token_ranges(boundaries, cp, home)
     most = 0
     for rank in range(cp):
         sent = build_state_route(working, rank, cp, sizes.num_value_heads).bytes_sent(
@@ -151,12 +154,12 @@ def _chunkwise(
         halo = build_halo_route(working, boundaries, rank, cp, sizes.conv_kernel_size)
         rows = sum(halo.send_splits) + sum(halo.recv_splits)
         sent += rows * sizes.conv_channels * sizes.element_size
-        if working is not stored:
-            route = build_layout_route(stored, working, rank, cp)
-            moved = sum(route.send_splits) + sum(route.recv_splits)
-            moved -= route.send_splits[rank] + route.recv_splits[rank]
-            # Hidden states go and come back; the gradients the other way.
-            sent += 2 * moved * sizes.hidden_size * sizes.element_size
+        # A rank sends its share of what is brought elsewhere and gets the rest of what is brought
+        # here. Hidden states go and come back; the gradients the other way.
+        share = lengths // cp
+        away = int(share[(home >= 0) & (home != rank)].sum())
+        here = int((lengths - share)[home == rank].sum())
+        sent += 2 * (away + here) * sizes.hidden_size * sizes.element_size
         most = max(most, sent)
     flops = _rule_flops(workload, sizes.num_value_heads)
     if cp > 1:

@@ -104,7 +104,7 @@ def working_plan(
         plan: a packed micro-batch in zigzag order.
         sizes: of the layer.
         policy: ``"auto"`` decides per sequence by counted bytes, ``"never"`` moves none,
-            ``"always"`` moves all.
+            ``"always"`` moves all (under sequence parallelism, all that divide by its ranks).
 
     Raises:
         ValueError: an unknown policy.

@@ -20,6 +20,7 @@ from megatron.linear_cp.layout import (
 )
 from megatron.linear_cp.modes.heads import BUILT_IN_MODES, check_heads
 
+_MAX_TOKENS = 2**40
 _COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#eeca3b", "#9d755d")
 
 
@@ -201,9 +202,12 @@ def main(arguments: argparse.Namespace) -> int:
     """Print the options; 0 if one can run, 1 if none can, 2 for input that makes no sense."""
     try:
         workload = _workload(arguments)
-        for name in ("tp", "cp"):
+        for name in ("tp", "cp", "hidden", "conv"):
             if getattr(arguments, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {getattr(arguments, name)}")
+        for name in ("bandwidth", "tflops"):
+            if not 0 < getattr(arguments, name) < float("inf"):
+                raise ValueError(f"--{name} must be above 0, got {getattr(arguments, name)}")
     except (OSError, ValueError) as error:
         print(f"plan: {error}")
         return 2
@@ -220,7 +224,11 @@ def main(arguments: argparse.Namespace) -> int:
         )
         print(table(found))
     if arguments.picture:
-        Path(arguments.picture).write_text(picture(workload, arguments.tp, arguments.cp))
+        try:
+            Path(arguments.picture).write_text(picture(workload, arguments.tp, arguments.cp))
+        except OSError as error:
+            print(f"plan: {error}")
+            return 2
     return int(best is None)
 
 
@@ -231,6 +239,11 @@ def _workload(arguments: argparse.Namespace) -> Workload:
         raise ValueError(
             f"{arguments.lengths} must hold sequence lengths, whole numbers parted by spaces, "
             f"commas or lines; got {'nothing' if bad is None else repr(bad)}"
+        )
+    total = sum(int(word) for word in words)
+    if not 0 < total <= _MAX_TOKENS:
+        raise ValueError(
+            f"{arguments.lengths} adds up to {total} tokens; a micro-batch has 1 to {_MAX_TOKENS}"
         )
     key_heads, value_heads = _pair("--heads", arguments.heads)
     key_dim, value_dim = _pair("--head-dims", arguments.head_dims)

@@ -191,10 +191,8 @@ def build_halo_route(
     wanted_keys = (source[here] * stride + wanted[here]).ravel()
     far_rows, far_index = np.flatnonzero(far), np.searchsorted(keys, wanted_keys[far])
 
-    # Global token -> local position on this rank.
-    local_globals = expand_runs(ranges.start[here], ranges.stop[here])
-    order = np.argsort(local_globals)
-    send_index = order[np.searchsorted(local_globals[order], sent[:, 1])]
+    holds = by_start[np.searchsorted(ranges.start[by_start], sent[:, 1], "right") - 1]
+    send_index = ranges.offset[holds] + sent[:, 1] - ranges.start[holds]
     tokens, use = np.unique(np.concatenate([own_index, send_index]), return_inverse=True)
     return HaloRoute(
         crosses=bool(remote.any()),

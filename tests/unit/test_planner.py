@@ -77,6 +77,12 @@ def test_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     [
         ("12 twelve", ("--cp", "2"), "got 'twelve'"),
         ("", ("--cp", "2"), "got nothing"),
+        ("0 0", ("--cp", "2"), "adds up to 0 tokens"),
+        ("9223372036854775807 8", ("--cp", "2"), "adds up to 9223372036854775815 tokens"),
+        ("64", ("--cp", "2", "--tflops", "-1"), "--tflops must be above 0, got -1.0"),
+        ("64", ("--cp", "2", "--bandwidth", "nan"), "--bandwidth must be above 0, got nan"),
+        ("64", ("--cp", "2", "--conv", "0"), "--conv must be at least 1, got 0"),
+        ("64", ("--cp", "2", "--picture", "/nowhere/x.svg"), "/nowhere/x.svg"),
         ("64", ("--cp", "0"), "--cp must be at least 1, got 0"),
         ("64", ("--cp", "2", "--heads", "16x32"), "--heads must be two numbers such as 16/32"),
     ],
@@ -99,3 +105,9 @@ def test_the_command(tmp_path: Path) -> None:
     done = subprocess.run([*command, "--cp", "2"], capture_output=True, text=True, check=True)
     assert "2 sequences, 16384 tokens, TP 1, CP 2" in done.stdout
     assert done.stdout.count("<- recommended") == 1
+
+
+def test_length_costs_no_time() -> None:
+    """Tables of every token would be terabytes here."""
+    found = planner.options(Workload(lengths=[2**38, 64]), 1, 8)
+    assert not any(option.refused for option in found)
