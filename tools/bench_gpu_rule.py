@@ -8,10 +8,10 @@ tensor of the right shape, made on the spot. Medians, and the ratio within one r
 """
 
 import argparse
-from collections.abc import Callable
 from unittest import mock
 
 import torch
+from bench_gpu_layer import median_ms
 
 from megatron.linear_cp import ContextParallelPlan
 from megatron.linear_cp.ops import gated_delta_rule, state_scan
@@ -40,19 +40,6 @@ def simulated_exchange(
 ) -> torch.Tensor:
     """What an all-to-all would return, by shape."""
     return x.new_zeros((sum(recv_splits), *x.shape[1:]))
-
-
-def median_ms(step: Callable[[], None], rounds: int) -> float:
-    """Median over rounds, by CUDA events."""
-    times = []
-    for _ in range(rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times)[len(times) // 2]
 
 
 def main() -> None:
@@ -85,7 +72,10 @@ def main() -> None:
 
         for _ in range(3):
             both()
-        return [median_ms(lambda: (forward(), None)[1], arguments.rounds), median_ms(both, 15)]
+        return [
+            median_ms(lambda: (forward(), None)[1], arguments.rounds),
+            median_ms(both, arguments.rounds),
+        ]
 
     for sequences in arguments.sequences:
         alone = ContextParallelPlan.build(
