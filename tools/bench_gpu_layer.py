@@ -105,10 +105,13 @@ def steps_of(
 
 # Kernels of each stage by a part of their name; the first match counts.
 STAGES = {
-    "conv + l2norm": ("conv", "_input_kernel", "_halo_kernel"),
+    "conv + l2norm": ("conv", "l2norm"),
     "gates": ("gates",),
     "norm x gate": ("norm",),
-    "rule": ("wy", "w_u", "gated_delta_rule", "chunk", "cumsum", "summary", "adjoint"),
+    "rule": (
+        *("wy", "w_u", "gated_delta_rule", "chunk", "cumsum", "summary", "adjoint"),
+        *("_inverse_kernel", "_apply_kernel"),
+    ),
     "projections": ("nvjet", "gemm", "cutlass"),
 }
 

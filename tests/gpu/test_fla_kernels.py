@@ -47,9 +47,11 @@ def rule_gradients(
     final_state_grad: torch.Tensor,
     keep_residual: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """Everything the backend computes, under the names of the gates."""
+    """Everything the backend computes, under the names of the gates; with a residual, ahead."""
     fwd = fla_rule.prepare_forward(*(x[name] for name in NAMES), SCALE, segments)
     a, b = fla_rule.summarize(fwd)
+    if keep_residual:
+        fla_rule.forward_ahead(fwd)
     o, residual = fla_rule.forward(fwd, initial_state)
     bwd = fla_rule.prepare_backward(
         *(x[name] for name in NAMES),
@@ -60,6 +62,8 @@ def rule_gradients(
         do,
     )
     c = fla_rule.backward_summarize(bwd)
+    if keep_residual:
+        fla_rule.backward_ahead(bwd)
     grads = fla_rule.backward(bwd, final_state_grad)
     for name, grad in zip(NAMES, grads, strict=True):
         assert grad.dtype == x[name].dtype and grad.shape == x[name].shape

@@ -109,10 +109,13 @@ def check_rule(
 
     fwd = fla_rule.prepare_forward(*(x[n] for n in NAMES), SCALE, segments)
     a, b = fla_rule.summarize(fwd)
+    fla_rule.forward_ahead(fwd)
     out, residual = fla_rule.forward(fwd, state)
     for kept in (residual, ()):
         bwd = fla_rule.prepare_backward(*(x[n] for n in NAMES), SCALE, segments, kept, state, do)
         adjoint = fla_rule.backward_summarize(bwd)
+        if kept:
+            fla_rule.backward_ahead(bwd)
         grads = fla_rule.backward(bwd, dstate)
         actual = {"o": out, "S_out": a @ state + b, "c": adjoint, "dS_in": a.mT @ dstate + adjoint}
         actual |= {f"d{name}": grad for name, grad in zip(NAMES, grads, strict=True)}

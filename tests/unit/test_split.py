@@ -104,3 +104,17 @@ def test_parts_without_a_gradient_are_zero(frozen: int) -> None:
     grad = torch.zeros_like(x)
     grad.split(SIZES, -1)[frozen].fill_(1)
     assert torch.equal(x.grad, grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("sizes", [(16, 8, 8), (16, 12, 4), (15, 8, 9)], ids=str)
+def test_copies_of_every_width(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """16-byte numbers, where offsets, sizes and strides allow: a NaN and every bit survive."""
+    x = torch.randn(2, 5, sum(sizes), dtype=dtype).requires_grad_()
+    grads = [torch.randn(2, 5, size).to(dtype) for size in sizes]
+    grads[0][0, 0, 0] = float("nan")
+    grads[1] = grads[1].transpose(0, 1).contiguous().transpose(0, 1)
+    torch.autograd.backward(split_channels(x, sizes), grads)
+    assert x.grad is not None
+    for actual, wanted in zip(x.grad.split(sizes, -1), grads, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)

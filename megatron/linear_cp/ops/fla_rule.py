@@ -9,7 +9,7 @@ kernel backend interface: ``q, k [1, T, H, K]``, ``v [1, T, HV, V]``, ``g, beta 
 states ``[N, HV, K, V]`` in float32.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class _Inputs:
 class _Forward:
     parts: list[_Inputs]
     like: Tensor
+    ahead: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # queries, keys of each part
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +71,7 @@ class _Backward:
     parts: list[_BackwardPart]  # emptied by backward, so that each tensor is freed after its use
     initial_state: Tensor | None
     inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    ahead: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # states of the first part
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> None:
@@ -232,6 +234,12 @@ def summarize(fwd: _Forward) -> tuple[Tensor, Tensor]:
     return _join([a for a, _ in pairs], 0), _join([b for _, b in pairs], 0)
 
 
+def forward_ahead(fwd: _Forward) -> None:
+    """Queue what :func:`forward` can do before the entry states arrive; optional."""
+    kernels = kernels_of_release()
+    fwd.ahead.extend((_for_fla(x.q, x.v, kernels), _for_fla(x.k, x.v, kernels)) for x in fwd.parts)
+
+
 def forward(fwd: _Forward, initial_state: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The outputs, from given entry states.
 
@@ -250,11 +258,15 @@ def forward(fwd: _Forward, initial_state: Tensor | None) -> tuple[Tensor, tuple[
     outputs = []
     with products_of(fwd.like.dtype):
         for x in fwd.parts:
-            k_fla = _for_fla(x.k, x.v, kernels)
+            q_fla = None
+            if fwd.ahead:
+                q_fla, k_fla = fwd.ahead.pop(0)
+            else:
+                k_fla = _for_fla(x.k, x.v, kernels)
             h, v_new = _states(x, k_fla, initial_state, kernels)
             outputs.append(
                 kernels.outputs(
-                    q=_for_fla(x.q, x.v, kernels),
+                    q=_for_fla(x.q, x.v, kernels) if q_fla is None else q_fla,
                     k=k_fla,
                     v=v_new,
                     h=h,
@@ -325,22 +337,32 @@ def backward_summarize(bwd: _Backward) -> Tensor:
     return _join(pieces, 0)
 
 
+def backward_ahead(bwd: _Backward) -> None:
+    """Queue what :func:`backward` can do before the exit gradients arrive; optional.
+
+    The states of the first part, of usually one, are then computed before their gradients, and
+    live longer.
+    """
+    if bwd.parts:
+        p = bwd.parts[0]
+        with products_of(bwd.inputs[2].dtype):
+            states = _states(p.inputs, p.k_fla, bwd.initial_state, kernels_of_release())
+        bwd.ahead.append(states)
+
+
 def _through_states(
-    parts: list[_BackwardPart],
-    initial_state: Tensor | None,
-    final_state_grad: Tensor | None,
-    kernels: Kernels,
+    bwd: _Backward, final_state_grad: Tensor | None, kernels: Kernels
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Any, ...]]:
     """States of the first part and their gradients; takes the part off the list.
 
     Returns with everything freed that the gradients within a chunk do not need.
     """
-    p = parts.pop(0)
+    p = bwd.parts.pop(0)
     x, k_fla = p.inputs, p.k_fla
     shared = shared_arguments(x.part, x.v.device, kernels)
     segments = slice(x.part.first_segment, x.part.last_segment)
     dht = None if final_state_grad is None else final_state_grad[segments].float().contiguous()
-    # Before the states: by then the queries' copy and dv_local are gone.
+    # Before the states, unless they are there: by then the queries' copy and dv_local are gone.
     dh, _, du = kernels.dstates(
         q=p.q_fla,
         k=k_fla,
@@ -355,17 +377,14 @@ def _through_states(
     )
     do = p.do
     del p, dht
-    h, v_new = _states(x, k_fla, initial_state, kernels)
+    h, v_new = bwd.ahead.pop() if bwd.ahead else _states(x, k_fla, bwd.initial_state, kernels)
     return h, dh, v_new, du, (x.part, x.q, x.k, x.v, x.g, x.beta, x.wy, do, x.scale)
 
 
 def _backward_part(
-    parts: list[_BackwardPart],
-    initial_state: Tensor | None,
-    final_state_grad: Tensor | None,
-    kernels: Kernels,
+    bwd: _Backward, final_state_grad: Tensor | None, kernels: Kernels
 ) -> tuple[Tensor, ...]:
-    h, dh, v_new, du, rest = _through_states(parts, initial_state, final_state_grad, kernels)
+    h, dh, v_new, du, rest = _through_states(bwd, final_state_grad, kernels)
     part, q, k, v, g, beta, wy, do, scale = rest
     dq, dk, dv, dg, dbeta = chunk_gradients(
         q,
@@ -406,7 +425,7 @@ def backward(
     with products_of(bwd.inputs[2].dtype):
         pieces = []
         while bwd.parts:
-            pieces.append(_backward_part(bwd.parts, bwd.initial_state, final_state_grad, kernels))
+            pieces.append(_backward_part(bwd, final_state_grad, kernels))
     gradients = []
     for grads, like in zip(zip(*pieces, strict=True), bwd.inputs, strict=True):
         gradients.append(_join(list(grads), 1).to(like.dtype))

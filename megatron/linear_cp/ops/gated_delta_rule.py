@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from megatron.linear_cp.ops import state_scan
 from megatron.linear_cp.ops.backends import resolve_backend, rule_kernels
 from megatron.linear_cp.ops.l2norm import l2norm
+from megatron.linear_cp.ops.side_stream import on_side_stream
 from megatron.linear_cp.ops.validation import check_rule_inputs
 from megatron.linear_cp.plan import ContextParallelPlan, single_sequence_plan
 
@@ -100,7 +101,12 @@ class _GatedDeltaRule(torch.autograd.Function):
         initial_state = kept = None
         if not route.is_empty:
             a, b = kernels.summarize(prepared)
-            initial_state, kept = state_scan.entry_states(a, b, route, group)
+            if route.crosses:
+                scan = on_side_stream(lambda: state_scan.entry_states(a, b, route, group), (a, b))
+                kernels.forward_ahead(prepared)
+                initial_state, kept = scan()
+            else:
+                initial_state, kept = state_scan.entry_states(a, b, route, group)
         o, residual = kernels.forward(prepared, initial_state)
         ctx.kernels, ctx.scale, ctx.plan, ctx.route = kernels, scale, plan, route
         ctx.save_for_backward(q, k, v, g, beta, initial_state, kept, *residual)
@@ -119,6 +125,13 @@ class _GatedDeltaRule(torch.autograd.Function):
         if not route.is_empty:
             c = kernels.backward_summarize(prepared)
             group = plan.group if route.crosses else None
-            final_state_grad = state_scan.exit_gradients(c, kept, route, group)
+            if route.crosses:
+                scan = on_side_stream(
+                    lambda: (state_scan.exit_gradients(c, kept, route, group),), (c, kept)
+                )
+                kernels.backward_ahead(prepared)
+                (final_state_grad,) = scan()
+            else:
+                final_state_grad = state_scan.exit_gradients(c, kept, route, group)
         dq, dk, dv, dg, dbeta = kernels.backward(prepared, final_state_grad)
         return dq, dk, dv, dg, dbeta, None, None, None

@@ -38,8 +38,24 @@ class _Buffer:
             if grad is None:
                 part.zero_()
             elif not _same_memory(part, grad):
-                part.copy_(grad)
+                _copy(part, grad)
         return whole
+
+
+def _copy(part: Tensor, grad: Tensor) -> None:
+    """``part.copy_(grad)``, in 16-byte numbers where that is possible.
+
+    PyTorch copies rows that are strided value by value, on a GPU at a third of the speed.
+    """
+    if part.dtype == grad.dtype and all(_is_wide(x) for x in (part, grad)):
+        part, grad = part.view(torch.complex128), grad.view(torch.complex128)
+    part.copy_(grad)
+
+
+def _is_wide(x: Tensor) -> bool:
+    values = 16 // x.element_size()
+    steps = (x.shape[-1], *x.stride()[:-1], x.storage_offset())
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(n % values == 0 for n in steps)
 
 
 class GradientSlot:

@@ -198,6 +198,10 @@ def summarize(fwd: Chunks) -> tuple[Tensor, Tensor]:
         return _segment_state(fwd, transition), _segment_state(fwd, offset)
 
 
+def forward_ahead(fwd: Chunks) -> None:
+    """Nothing: what :func:`forward` computes, each chunk needs the state before it for."""
+
+
 def forward(fwd: Chunks, initial_state: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The outputs of every segment from its entry state.
 
@@ -347,6 +351,10 @@ def backward_summarize(bwd: _Backward) -> Tensor:
         for block in reversed(bwd.chunks.blocks):
             _retreat(bwd, block, dstate, scratch)
         return _segment_state(bwd.chunks, dstate)
+
+
+def backward_ahead(bwd: _Backward) -> None:
+    """Nothing: see :func:`forward_ahead`."""
 
 
 def backward(

@@ -174,7 +174,7 @@ def forward_heads(
     steps = launch.steps(0)
     x = _rows(x)
     with torch.cuda.device_of(x):
-        kernels.forward_kernel[(launch.blocks(steps) * launch.columns,)](
+        kernels.conv_forward_kernel[(launch.blocks(steps) * launch.columns,)](
             x,
             halo.contiguous(),
             weight.contiguous(),
@@ -243,7 +243,7 @@ def backward_heads(
     cu_seqlens = segments.cu_seqlens(x.device, torch.int32)
     strides = (x.stride(1), *(g.stride(1) for g in grads))
     with torch.cuda.device_of(x):
-        kernels.backward_kernel[(blocks * launch.columns,)](
+        kernels.conv_backward_kernel[(blocks * launch.columns,)](
             *inputs,
             dx,
             partial,
@@ -259,7 +259,7 @@ def backward_heads(
         )
         if width > 1:
             groups = triton.cdiv(segments.num_segments, launch.runs)
-            kernels.halo_kernel[(groups * launch.columns,)](
+            kernels.conv_halo_kernel[(groups * launch.columns,)](
                 *inputs, dhalo, cu_seqlens, segments.num_segments, *strides, **launch.constants
             )
     sums = partial.sum(0)

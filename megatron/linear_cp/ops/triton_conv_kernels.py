@@ -222,7 +222,7 @@ def _walk_backward(
 
 
 @triton.jit(do_not_specialize=["T", "steps"])
-def forward_kernel(
+def conv_forward_kernel(
     x,
     halo,
     weight,
@@ -285,7 +285,7 @@ def forward_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "steps"])
-def backward_kernel(
+def conv_backward_kernel(
     dq,
     dk,
     dv,
@@ -392,7 +392,7 @@ def _walk_halo(
 
 
 @triton.jit(do_not_specialize=["N"])
-def halo_kernel(
+def conv_halo_kernel(
     dq,
     dk,
     dv,

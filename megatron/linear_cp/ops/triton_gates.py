@@ -30,7 +30,7 @@ def _sigmoid_and_softplus(x):
 
 
 @triton.jit(do_not_specialize=["T"])
-def _forward_kernel(
+def _gates_forward_kernel(
     alpha,
     b,
     a_log,
@@ -61,7 +61,7 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "blocks"])
-def _backward_kernel(
+def _gates_backward_kernel(
     dg,
     dbeta,
     alpha,
@@ -175,7 +175,7 @@ def forward(alpha: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[T
     alpha, b = _rows(alpha), _rows(b)
     num_tokens, num_heads = alpha.shape[1:]
     sizes = _sizes(num_heads)
-    _forward_kernel[(triton.cdiv(num_tokens, sizes["BT"]),)](
+    _gates_forward_kernel[(triton.cdiv(num_tokens, sizes["BT"]),)](
         alpha,
         b,
         A_log.contiguous(),
@@ -232,7 +232,7 @@ def backward(
     blocks = triton.cdiv(token_blocks, _PROGRAMS)
     programs = triton.cdiv(token_blocks, blocks)
     partial = torch.empty(programs, 2, num_heads, dtype=torch.float32, device=alpha.device)
-    _backward_kernel[(programs,)](
+    _gates_backward_kernel[(programs,)](
         dg,
         dbeta,
         alpha,

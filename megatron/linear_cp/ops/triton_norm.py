@@ -37,7 +37,7 @@ def _gamma(weight, o_n, m_n, ZERO_CENTERED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M"])
-def _forward_kernel(
+def _norm_forward_kernel(
     x,
     gate,
     weight,
@@ -96,7 +96,7 @@ def _through_gate(
 
 
 @triton.jit(do_not_specialize=["M", "blocks"])
-def _backward_kernel(
+def _norm_backward_kernel(
     dy,
     x,
     gate,
@@ -148,7 +148,7 @@ def _backward_kernel(
 
 
 @triton.jit(do_not_specialize=["M"])
-def _wide_backward_kernel(
+def _norm_wide_backward_kernel(
     dy,
     x,
     gate,
@@ -285,7 +285,7 @@ def forward(
     sizes = _sizes(x.shape[-1])
     num_rows = x.numel() // x.shape[-1]
     with torch.cuda.device_of(x):
-        _forward_kernel[(triton.cdiv(num_rows, sizes["R"]),)](
+        _norm_forward_kernel[(triton.cdiv(num_rows, sizes["R"]),)](
             *tensors,
             weight.contiguous(),
             out,
@@ -328,7 +328,7 @@ def backward(
     partial = torch.empty(programs, dim, dtype=torch.float32, device=x.device)
     outputs = (dx, dx if dgate is None else dgate, partial)
     counts = (num_rows,) if wide else (num_rows, each)
-    kernel = _wide_backward_kernel if wide else _backward_kernel
+    kernel = _norm_wide_backward_kernel if wide else _norm_backward_kernel
     with torch.cuda.device_of(x):
         kernel[(programs,)](
             *tensors,

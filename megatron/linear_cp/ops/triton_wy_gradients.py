@@ -17,11 +17,13 @@ from torch import Tensor
 from megatron.linear_cp.ops.triton_summary import CHUNK, decay, has_room
 from megatron.linear_cp.ops.triton_wy import block, chunk_of, rows
 
-# Key columns and value columns of a tile, stages of the loop over the latter, and warps. On an H200
-# with Triton 3.6, (128, 32, 1, 4) in bfloat16 ended in an illegal memory access; why is not known.
+# Key columns and value columns of a tile, stages of the loop over the latter, and warps. Another
+# tile must be checked with compute-sanitizer: for (128, 32, 1, 4) in bfloat16 and (16, 16, 1, 8) in
+# float32, Triton 3.6 on an H200 takes the product of the transposed factor and a tile of ``du``
+# from an address outside shared memory. These were checked against float64 on that GPU.
 _LARGE_TILE, _SMALL_TILE = (128, 64, 2, 4), (64, 32, 2, 4)
 # Compiled for a few launches, and each product becomes three: what matters is how long that takes.
-_FLOAT32_TILE = (16, 16, 1, 8)
+_FLOAT32_TILE = (16, 16, 1, 4)
 
 
 @triton.jit
