@@ -20,7 +20,8 @@ import torch.distributed as dist
 from megatron.linear_cp.comm import count_traffic
 from megatron.linear_cp.context_parallel_layout import convert_rows
 from megatron.linear_cp.modes import GatedDeltaNetInputs, register_linear_cp_mode
-from megatron.linear_cp.modes.base import run_rule, with_tokens
+from megatron.linear_cp.modes.base import with_tokens
+from megatron.linear_cp.modes.chunkwise import chunkwise
 from megatron.linear_cp.plan import ContextParallelPlan
 from megatron.linear_cp.testing.cpu import cpu_cuda
 from megatron.linear_cp.testing.layer import LayerShape
@@ -45,14 +46,17 @@ POLICIES: dict[str, tuple[str, str, str]] = {
 
 
 def wide_conversion(inputs: GatedDeltaNetInputs, plan: ContextParallelPlan) -> torch.Tensor:
-    """Everything projected moves to the contiguous layout, and the output back."""
+    """Everything projected moves to the contiguous layout, and the output back.
+
+    ``state_exchange="fla"`` then exchanges states as upstream does too; the CPU has not got it.
+    """
     contiguous = plan.in_layout("contiguous")
     # A stand-in for the gate, which this interface does not pass; nothing reads it.
-    gate = inputs.qkv[0, :, : SHAPE.num_value_heads * SHAPE.value_head_dim]
+    gate = inputs.qkv[0, :, : inputs.num_value_heads * inputs.value_head_dim]
     parts = [inputs.qkv[0], inputs.beta[0], inputs.alpha[0], gate]
     moved = convert_rows(torch.cat(parts, dim=-1), plan, contiguous).unsqueeze(0)
     qkv, beta, alpha, _ = moved.split([part.shape[-1] for part in parts], dim=-1)
-    out = run_rule(with_tokens(inputs, qkv, beta, alpha), contiguous)
+    out = chunkwise(with_tokens(inputs, qkv, beta, alpha), contiguous)
     return convert_rows(out[0], contiguous, plan).unsqueeze(0)
 
 
