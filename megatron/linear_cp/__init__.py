@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.linear_cp.version import __version__
 
 if TYPE_CHECKING:
+    from megatron.linear_cp.bridge import with_linear_cp
     from megatron.linear_cp.config import (
         LinearCPConfigMixin,
         TransformerConfig,
@@ -37,6 +38,7 @@ __all__ = [
     "resolve_cp_group",
     "resolve_linear_cp_mode",
     "use_linear_cp",
+    "with_linear_cp",
 ]
 
 _HOME = {
@@ -50,6 +52,7 @@ _HOME = {
     "resolve_cp_group": "packed_seq_params",
     "resolve_linear_cp_mode": "config",
     "use_linear_cp": "layer_specs",
+    "with_linear_cp": "bridge",
 }
 
 

@@ -19,7 +19,7 @@ _ALL_GATHER_FLAGS = ("allgather_cp", "all_gather_cp", "gdn_allgather_cp")
 
 
 def add_linear_cp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our flags; pass this as ``extra_args_provider`` to Megatron's ``pretrain``.
+    """Add our flags; pass this as ``extra_args_provider`` to ``parse_and_validate_args``.
 
     Returns:
         The parser, as Megatron expects.
@@ -46,6 +46,11 @@ def add_linear_cp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         default="auto",
         help="Whether chunkwise brings packed sequences whole to one rank instead of exchanging "
         "their states; auto does where that moves fewer bytes.",
+    )
+    group.add_argument(
+        "--linear-cp-fp32-decay",
+        action="store_true",
+        help="Keep A_log and dt_bias in float32 in a bf16 or fp16 model.",
     )
     group.add_argument(
         "--linear-cp-max-size",

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Declaring, checking and resolving ``linear_cp_mode``."""
 
+import contextlib
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig as _UpstreamConfig
@@ -134,46 +136,109 @@ class LinearCPConfigMixin:
         linear_cp_move_sequences: whether chunkwise, on packed zigzag input, brings sequences whole
             to one rank instead of exchanging their states: ``"auto"`` where that moves fewer bytes
             (short sequences), ``"never"`` or ``"always"``.
+        linear_cp_fp32_decay: keep ``A_log`` and ``dt_bias`` in float32 in a bf16 or fp16 model.
     """
 
     linear_cp_mode: str = "headwise"
     linear_cp_layout: str = "zigzag"
     linear_cp_state_exchange: str = "scan"
     linear_cp_move_sequences: str = "auto"
+    linear_cp_fp32_decay: bool = False
 
     def __post_init__(self) -> None:
+        self.check_linear_cp(final=False)
+        with _variant_hidden(self):
+            super().__post_init__()  # type: ignore[misc]
+        if not self.defers_checks:
+            self.check_linear_cp()
+
+    def finalize(self) -> None:
+        """Check the declaration where a class defers its checks to ``finalize``.
+
+        Megatron-Bridge's classes do. The base class's ``finalize`` runs in here, if it has one;
+        without one there is nothing to finalize, and the checks run once more.
+
+        Raises:
+            ValueError: an unknown name, or heads that do not fit the mode.
+        """
+        self.check_linear_cp(final=False)
+        if self.defers_checks:
+            with _variant_hidden(self):
+                super().finalize()  # type: ignore[misc]
+        self.check_linear_cp()
+
+    @property
+    def defers_checks(self) -> bool:
+        """Whether the class may be filled in until ``finalize``, and its sizes are not final."""
+        return hasattr(super(), "finalize")
+
+    def check_linear_cp(self, *, final: bool = True) -> None:
+        """Raise ``ValueError`` unless the declaration is one that this model can run.
+
+        Args:
+            final: whether sizes, heads among them, are final; False checks names only.
+        """
         check_linear_cp_mode(self.linear_cp_mode)
         check_layout(self.linear_cp_layout)
         check_state_exchange(self.linear_cp_state_exchange)
         check_move_sequences(self.linear_cp_move_sequences)
         config: Any = self
+        if not final:
+            return
         if self.linear_cp_state_exchange == "fla" and config.deterministic_mode:
             raise ValueError(
                 "linear_cp_state_exchange='fla' is not deterministic; use 'scan' with "
                 "deterministic_mode"
             )
-        if config.experimental_attention_variant != GATED_DELTA_NET:
-            super().__post_init__()  # type: ignore[misc]
-            return
-        # The base class would apply headwise's rule to every mode. It checks everything else with
-        # the variant, and the one recompute entry that depends on it, out of its sight.
-        recompute = config.recompute_modules
-        held_back = recompute is not None and _NORM_RECOMPUTE in recompute
-        config.experimental_attention_variant = None
-        if held_back:
-            config.recompute_modules = [m for m in recompute if m != _NORM_RECOMPUTE]
-        try:
-            super().__post_init__()  # type: ignore[misc]
-        finally:
-            config.experimental_attention_variant = GATED_DELTA_NET
-            if held_back:
-                config.recompute_modules = recompute
-        _check_gated_delta_net(config)
+        if config.experimental_attention_variant == GATED_DELTA_NET:
+            _check_gated_delta_net(config)
 
 
 @dataclass
 class TransformerConfig(LinearCPConfigMixin, _UpstreamConfig):
     """Megatron-Core's ``TransformerConfig`` with the fields of :class:`LinearCPConfigMixin`."""
+
+
+def check_declares_linear_cp(config: Any) -> None:
+    """Raise ``TypeError`` unless ``config`` has every field of :class:`LinearCPConfigMixin`.
+
+    Catches a plain Megatron-Core config, whether it was built as one or Megatron built it in place
+    of ours, which it does for multi-latent attention, heterogeneous layers and YAML files.
+    """
+    missing = [
+        field.name for field in fields(LinearCPConfigMixin) if not hasattr(config, field.name)
+    ]
+    if missing:
+        raise TypeError(
+            f"config is a {type(config).__module__}.{type(config).__qualname__}, which declares no "
+            f"{missing[0]}. Build it as megatron.linear_cp.TransformerConfig; from arguments, with "
+            "megatron.linear_cp.arguments.linear_cp_config_from_args; as a class of your own, with "
+            "LinearCPConfigMixin before its base; or pass a ready one, such as a Megatron-Bridge "
+            "provider, through with_linear_cp(config, linear_cp_mode=...)"
+        )
+
+
+@contextlib.contextmanager
+def _variant_hidden(config: Any) -> Iterator[None]:
+    """Keep Megatron-Core from applying headwise's rule, which it does to every mode.
+
+    It checks everything else with the variant, and the one recompute entry that depends on it, out
+    of its sight.
+    """
+    if config.experimental_attention_variant != GATED_DELTA_NET:
+        yield
+        return
+    recompute = config.recompute_modules
+    held_back = recompute is not None and _NORM_RECOMPUTE in recompute
+    config.experimental_attention_variant = None
+    if held_back:
+        config.recompute_modules = [m for m in recompute if m != _NORM_RECOMPUTE]
+    try:
+        yield
+    finally:
+        config.experimental_attention_variant = GATED_DELTA_NET
+        if held_back:
+            config.recompute_modules = recompute
 
 
 def _check_gated_delta_net(config: Any) -> None:
@@ -198,3 +263,21 @@ def _check_gated_delta_net(config: Any) -> None:
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         context_parallel_size=config.context_parallel_size,
     )
+    _check_cuda_graphs(config)
+
+
+def _check_cuda_graphs(config: Any) -> None:
+    """Refuse what a CUDA graph of Megatron-Core's would capture once and then repeat wrongly."""
+    if config.cuda_graph_impl == "none":
+        return
+    if config.linear_cp_state_exchange == "fla":
+        raise ValueError(
+            f"cuda_graph_impl={config.cuda_graph_impl!r} with linear_cp_state_exchange='fla': this "
+            "cross-check is not made for CUDA graphs; use 'scan'"
+        )
+    if config.hybrid_context_parallel:
+        raise ValueError(
+            f"cuda_graph_impl={config.cuda_graph_impl!r} with hybrid_context_parallel: a graph "
+            "holds for one context-parallel group and one set of boundaries; set "
+            "cuda_graph_impl='none'"
+        )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Gated Delta Net layer whose tokens may be spread over context-parallel ranks."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from megatron.core import tensor_parallel
@@ -12,6 +13,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet as _UpstreamGatedDel
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.linear_cp.config import check_declares_linear_cp
 from megatron.linear_cp.exchange_choice import LayerSizes, working_plan
 from megatron.linear_cp.hidden_layout import convert_hidden
 from megatron.linear_cp.modes import (
@@ -35,6 +37,8 @@ _DECLARED = {
     "linear_cp_move_sequences",
 }
 
+_HALVES = (torch.bfloat16, torch.float16)
+
 __all__ = ["GatedDeltaNet", "GatedDeltaNetSubmodules"]
 
 
@@ -44,6 +48,9 @@ class GatedDeltaNet(_UpstreamGatedDeltaNet):
     Construction, parameters (names, shapes, initialisation) and ``sharded_state_dict`` are those of
     Megatron-Core's module of the installed release: checkpoints load both ways and do not know the
     mode. Only ``forward`` is ours, and nothing in it depends on the CP size at construction.
+
+    With ``config.linear_cp_fp32_decay`` the parameters ``A_log`` and ``dt_bias`` are float32 and
+    stay so when the module, or a model that holds it, is converted to bf16 or fp16.
 
     Args:
         config: a config with ``linear_cp_mode``, see
@@ -76,13 +83,7 @@ class GatedDeltaNet(_UpstreamGatedDeltaNet):
         cp_comm_type: str | None = None,
         pp_layer_offset: int | None = None,
     ) -> None:
-        if not hasattr(config, "linear_cp_mode"):
-            raise TypeError(
-                f"config is a {type(config).__module__}.{type(config).__qualname__}, which "
-                "declares no linear_cp_mode; build the model with "
-                "megatron.linear_cp.TransformerConfig or put LinearCPConfigMixin before your "
-                "config class"
-            )
+        check_declares_linear_cp(config)
         super().__init__(
             config,
             submodules,
@@ -102,6 +103,34 @@ class GatedDeltaNet(_UpstreamGatedDeltaNet):
         # The base class froze the CP size here; the group is the micro-batch's, so nothing may
         # read this one.
         del self.cp_size
+
+    def reset_parameters(self) -> None:
+        """Draw what Megatron-Core's module draws, in ``params_dtype``; then widen the decay."""
+        decay = (self.A_log, self.dt_bias) if self.config.linear_cp_fp32_decay else ()
+        for parameter in decay:
+            parameter.data = parameter.data.to(self.config.params_dtype)
+        super().reset_parameters()
+        for parameter in decay:
+            if parameter.dtype in _HALVES:
+                parameter.data = parameter.data.float()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Convert this module, and leave the decay in float32 where the config asks for it.
+
+        Megatron-Core's ``Float16Module`` calls ``.bfloat16()`` on the whole model, which reaches
+        its parts through this method only, and knows no mark for parameters to leave alone.
+        """
+        if not self.config.linear_cp_fp32_decay:
+            return super()._apply(fn, recurse)
+        wide = [x for p in (self.A_log, self.dt_bias) for x in (p, p.grad) if x is not None]
+
+        def convert(x: torch.Tensor) -> torch.Tensor:
+            converted = fn(x)
+            if converted.dtype in _HALVES and any(x is kept for kept in wide):
+                return x.to(converted.device)
+            return converted
+
+        return super()._apply(convert, recurse)
 
     def forward(
         self,

@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -34,9 +35,12 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron.linear_cp.attention import CoreAttention, SelfAttention
+from megatron.linear_cp.config import check_declares_linear_cp
 from megatron.linear_cp.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.linear_cp.layout import check_layout
 from megatron.linear_cp.norm import RMSNorm
+
+_NOT_GIVEN: Any = object()
 
 
 class LocalBackend(LocalSpecProvider):
@@ -66,7 +70,11 @@ def get_gated_delta_net_module_spec(
 
     Returns:
         A spec whose ``metainfo["fuse_input_layernorm"]`` says whether ``in_proj`` norms its input.
+
+    Raises:
+        TypeError: a config that declares no ``linear_cp_mode``.
     """
+    check_declares_linear_cp(config)
     if backend is None:
         backend = _default_backend(config)
     fused = backend.fuse_layernorm_and_linear()
@@ -101,14 +109,18 @@ def get_gdn_hybrid_layer_spec(
 
     Returns:
         What ``GPTModel`` takes as ``transformer_layer_spec``.
+
+    Raises:
+        TypeError: a config that declares no ``linear_cp_mode``.
     """
+    check_declares_linear_cp(config)
     if config.transformer_impl == "transformer_engine":
         _require_transformer_engine()
         return use_linear_cp(
             get_transformer_block_with_experimental_attention_variant_spec(
                 config, vp_stage=vp_stage, pp_rank=pp_rank
             ),
-            linear_cp_layout=getattr(config, "linear_cp_layout", "zigzag"),
+            linear_cp_layout=config.linear_cp_layout,
         )
     backend = LocalBackend()
     linear = get_linear_attention_pattern(config)
@@ -126,46 +138,94 @@ def get_gdn_hybrid_layer_spec(
     )
 
 
-def use_linear_cp[Spec](spec: Spec, *, linear_cp_layout: str = "zigzag") -> Spec:
+def use_linear_cp[Spec](spec: Spec, *, linear_cp_layout: str | None = None) -> Spec:
     """Swap our :class:`GatedDeltaNet` for Megatron-Core's in an existing spec.
 
     Args:
         spec: a layer spec, a block spec, or a function that returns one.
         linear_cp_layout: what the config declares. With ``"contiguous"`` Megatron-Core's
-            ``SelfAttention``, which knows zigzag only, is swapped for ours as well.
+            ``SelfAttention``, which knows zigzag only, is swapped for ours as well. None means
+            what the config that a function is called with declares, and ``"zigzag"`` for a spec.
 
     Returns:
         The same kind of object with every Megatron-Core GatedDeltaNet replaced, at any depth; the
         argument is left as it is. A spec without any comes back equal (a pipeline stage may hold
-        softmax-attention layers only).
+        softmax-attention layers only). A function comes back with its signature, so that callers
+        who look for ``vp_stage`` find it, and pickles where the one given does; called with a
+        config that declares no mode, it raises ``TypeError``.
+
+    Raises:
+        TypeError: a config instead of a spec.
+        ValueError: an unknown layout.
     """
-    check_layout(linear_cp_layout)
+    if linear_cp_layout is not None:
+        check_layout(linear_cp_layout)
+    if isinstance(spec, TransformerConfig):
+        raise TypeError(
+            f"use_linear_cp takes a spec or a function that returns one, got a config, "
+            f"{type(spec).__qualname__}; pass what its transformer_layer_spec holds"
+        )
+    if isinstance(spec, (ModuleSpec, type)) or _is_dataclass(spec) or not callable(spec):
+        return _swapped(spec, _swaps(linear_cp_layout or "zigzag"))
+    build: Callable[..., Any] = spec
+    if isinstance(build, functools.partial) and build.func is build_spec_with_linear_cp:
+        build = build.args[0]  # swapped already; only the layout may be new
+    wrapped = functools.partial(build_spec_with_linear_cp, build, linear_cp_layout)
+    return functools.update_wrapper(wrapped, build)  # type: ignore[return-value]
+
+
+def build_spec_with_linear_cp(
+    build: Callable[..., Any],
+    linear_cp_layout: str | None,
+    *args: Any,
+    vp_stage: Any = _NOT_GIVEN,
+    **kwargs: Any,
+) -> Any:
+    """What :func:`use_linear_cp` makes of a function: build the spec, then swap.
+
+    At the top level of a module, and called through a ``functools.partial``, so that it pickles and
+    that Megatron's YAML files can name it. Read back from YAML, the partial has lost the signature
+    of ``build``; ``vp_stage`` stands in this one for that case, and a ``build`` that takes none
+    gets none.
+    """
+    if vp_stage is not _NOT_GIVEN and _takes(build, "vp_stage"):
+        kwargs["vp_stage"] = vp_stage
+    config = args[0] if args else kwargs.get("config")
+    if isinstance(config, TransformerConfig):
+        check_declares_linear_cp(config)
+    declared = getattr(config, "linear_cp_layout", "zigzag")
+    if linear_cp_layout is not None and hasattr(config, "linear_cp_layout"):
+        _check_same_layout(linear_cp_layout, declared)
+    return _swapped(build(*args, **kwargs), _swaps(linear_cp_layout or declared))
+
+
+def _takes(build: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(build).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _check_same_layout(asked: str, declared: str) -> None:
+    if asked != declared:
+        raise ValueError(
+            f"use_linear_cp was given linear_cp_layout={asked!r} but the config declares "
+            f"{declared!r}; leave it out of use_linear_cp, or make them agree"
+        )
+
+
+def _swaps(layout: str) -> dict[type, type]:
     swaps: dict[type, type] = {_UpstreamGatedDeltaNet: GatedDeltaNet}
-    if linear_cp_layout != "zigzag":
+    if layout != "zigzag":
         swaps[_MegatronSelfAttention] = SelfAttention
-    if callable(spec) and not isinstance(spec, (ModuleSpec, type)) and not _is_dataclass(spec):
-        return _wrapped(spec, swaps)  # type: ignore[return-value]
-    return _swapped(spec, swaps)
-
-
-def _wrapped(build: Callable[..., Any], swaps: dict[type, type]) -> Callable[..., Any]:
-    @functools.wraps(build)
-    def build_with_linear_cp(*args: Any, **kwargs: Any) -> Any:
-        return _swapped(build(*args, **kwargs), swaps)
-
-    return build_with_linear_cp
+    return swaps
 
 
 def _swapped(node: Any, swaps: dict[type, type]) -> Any:
     if isinstance(node, type):
         return swaps.get(node, node)
     if isinstance(node, ModuleSpec) and isinstance(node.module, tuple):
-        path, name = node.module
-        if (
-            name == "GatedDeltaNet"
-            and path == _UpstreamGatedDeltaNet.__module__.partition(".gdn")[0]
-        ):
-            node = dataclasses.replace(node, module=GatedDeltaNet)
+        ours = _swap_of_location(node.module, swaps)
+        if ours is not None:
+            node = dataclasses.replace(node, module=ours)
     if isinstance(node, (list, tuple)) and not hasattr(node, "_fields"):
         return type(node)(_swapped(item, swaps) for item in node)
     if isinstance(node, dict):
@@ -173,7 +233,7 @@ def _swapped(node: Any, swaps: dict[type, type]) -> Any:
     if isinstance(node, functools.partial):
         positional = [_swapped(value, swaps) for value in node.args]
         keywords = {key: _swapped(value, swaps) for key, value in node.keywords.items()}
-        return functools.partial(node.func, *positional, **keywords)
+        return functools.partial(_swapped(node.func, swaps), *positional, **keywords)
     if _is_dataclass(node):
         changes = {
             field.name: _swapped(getattr(node, field.name), swaps)
@@ -182,6 +242,18 @@ def _swapped(node: Any, swaps: dict[type, type]) -> Any:
         }
         return dataclasses.replace(node, **changes)
     return node
+
+
+def _swap_of_location(location: tuple[str, ...], swaps: dict[type, type]) -> type | None:
+    """Our class for a spec's ``(module path, class name)``, which Megatron-Core takes for a class.
+
+    Releases that split a module into a package still serve its classes at the old path.
+    """
+    for theirs, ours in swaps.items():
+        homes = (theirs.__module__, theirs.__module__.rpartition(".")[0])
+        if location[-1] == theirs.__name__ and location[0] in homes:
+            return ours
+    return None
 
 
 def _is_dataclass(node: Any) -> bool:

@@ -12,9 +12,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
 from megatron.linear_cp.layout import check_boundaries
 from megatron.linear_cp.plan import ContextParallelPlan
+from megatron.linear_cp.segments import is_capturing, keep_for_graphs
 
 _PLANS_ATTRIBUTE = "_linear_cp_plans"
 _MAX_DENSE_PLANS = 32
@@ -170,11 +172,17 @@ def plan_for(
     ``LINEAR_CP_CHECK_PEERS`` is 1 on all of them. It finds any difference between ranks that agree
     on the group.
 
+    While a CUDA graph is captured nothing can be read from the GPU: the plan of packed input must
+    exist by then, and the graph holds for its boundaries only. A replay after a change of
+    boundaries on the GPU fails with a device-side assertion; boundaries on the host it cannot see.
+
     Raises:
         ValueError: boundaries that are malformed, differ between q and kv, cannot be cut, or do not
-            end at ``local_tokens * cp_size``; packed input with a batch above 1. The same on every
-            rank, before any collective.
+            end at ``local_tokens * cp_size``; packed input with a batch above 1; a CUDA graph that
+            cannot be captured. The same on every rank, before any collective.
     """
+    if is_capturing():
+        _check_capture(cp_group)
     if os.environ.get(CHECK_PEERS_VARIABLE) == "1":
         # Before any check of this rank's own: a rank that raises alone leaves the others waiting.
         _check_peers(packed_seq_params, cp_group, local_tokens, batch, layout)
@@ -270,7 +278,7 @@ class _Kept:
     plan: ContextParallelPlan
     group: "weakref.ref[dist.ProcessGroup]"
     tensors: tuple[torch.Tensor | None, ...]
-    marks: tuple[Any, ...]
+    marks: tuple["torch.Tensor | _DeviceMark | None", ...]
 
     def fits(self, group: dist.ProcessGroup, tensors: tuple[torch.Tensor | None, ...]) -> bool:
         return (
@@ -304,21 +312,66 @@ def _packed_plan(
     kept = _plans_of(params)
     tensors = _boundaries(params)
     entry = kept.get(layout)
-    if entry is not None and entry.fits(group, tensors):
-        return entry.plan
-    same = next((other for other in kept.values() if other.fits(group, tensors)), None)
-    if same is not None:
-        # The micro-batch was checked and read already, in another layout.
-        plan = same.plan.in_layout(layout)
-    else:
-        boundaries = resolve_cu_seqlens(params)
-        _check_real_boundaries(params)
-        plan = ContextParallelPlan.build(
-            boundaries, group, layout=layout, conv_kernel_size=conv_kernel_size
+    if entry is None or not entry.fits(group, tensors):
+        same = next((other for other in kept.values() if other.fits(group, tensors)), None)
+        if same is not None:
+            # The micro-batch was checked and read already, in another layout.
+            entry = replace(same, plan=same.plan.in_layout(layout))
+        else:
+            _refuse_reading_in_capture()
+            boundaries = resolve_cu_seqlens(params)
+            _check_real_boundaries(params)
+            plan = ContextParallelPlan.build(
+                boundaries, group, layout=layout, conv_kernel_size=conv_kernel_size
+            )
+            entry = _Kept(plan, weakref.ref(group), tensors, tuple(_mark(t) for t in tensors))
+        kept[layout] = entry
+    if is_capturing():
+        for tensor, mark in zip(tensors, entry.marks, strict=True):
+            if tensor is not None and isinstance(mark, _DeviceMark):
+                _guard_replays(tensor, mark.values)
+    return entry.plan
+
+
+def _check_capture(group: dist.ProcessGroup) -> None:
+    """Raise ``ValueError`` where this group's exchanges cannot be part of a CUDA graph."""
+    if group.size() == 1:
+        return
+    if os.environ.get(CHECK_PEERS_VARIABLE) == "1":
+        raise ValueError(
+            f"{CHECK_PEERS_VARIABLE}=1 compares the ranks' boundaries on the host, which cannot be "
+            "part of a CUDA graph; unset it to capture one"
         )
-    marks = tuple(_mark(t) for t in tensors)
-    kept[layout] = _Kept(plan, weakref.ref(group), tensors, marks)
-    return plan
+    backends = str(dist.get_backend_config(group))
+    if "cuda:nccl" not in backends:
+        raise ValueError(
+            f"a context-parallel group of {group.size()} ranks on {backends} exchanges through "
+            "host memory, which cannot be part of a CUDA graph; capture with NCCL, or at CP 1"
+        )
+
+
+def _refuse_reading_in_capture() -> None:
+    if is_graph_capturing():
+        raise ValueError(
+            "Megatron-Core's CUDA graphs of layers (cuda_graph_impl='local') put buffers of their "
+            "own in the place of packed (thd) boundaries, which linear attention has to know when "
+            "it is captured; set cuda_graph_impl='none' for packed input"
+        )
+    if is_capturing():
+        raise ValueError(
+            "the boundaries of packed (thd) input cannot be read while a CUDA graph is captured: "
+            "run forward and backward once before the capture with the same PackedSeqParams "
+            "object, unchanged, and capture with it; the graph then holds for these boundaries"
+        )
+
+
+def _guard_replays(boundaries: torch.Tensor, captured: torch.Tensor) -> None:
+    """Record a check, in the CUDA graph, that the boundaries are those that it was made for."""
+    keep_for_graphs(captured)
+    torch._assert_async(
+        (boundaries == captured).all(),
+        "packed boundaries changed after the CUDA graph was captured; capture again",
+    )
 
 
 def _check_peers(
@@ -393,22 +446,31 @@ def _side(padded: torch.Tensor | None, real: torch.Tensor | None) -> torch.Tenso
     return real if padded is None else padded
 
 
-def _mark(tensor: torch.Tensor | None) -> Any:
+@dataclass(frozen=True)
+class _DeviceMark:
+    """Of boundaries on a device: their version, and what they were, which only a graph compares."""
+
+    version: int | None
+    values: torch.Tensor
+
+
+def _mark(tensor: torch.Tensor | None) -> torch.Tensor | _DeviceMark | None:
     """What shows later that the tensor was changed in place."""
     if tensor is None:
         return None
+    values = tensor.detach().clone()
     if tensor.device.type == "cpu":
-        return tensor.clone()
+        return values
     # Reading a device tensor would wait for it. Inference tensors count no versions: never reuse.
-    return object() if tensor.is_inference() else tensor._version
+    return _DeviceMark(None if tensor.is_inference() else tensor._version, values)
 
 
-def _unchanged(tensor: torch.Tensor | None, mark: Any) -> bool:
-    if tensor is None:
+def _unchanged(tensor: torch.Tensor | None, mark: torch.Tensor | _DeviceMark | None) -> bool:
+    if tensor is None or mark is None:
         return True
     if isinstance(mark, torch.Tensor):
         return torch.equal(tensor, mark)
-    return not tensor.is_inference() and tensor._version == mark
+    return not tensor.is_inference() and tensor._version == mark.version
 
 
 # Keyed by group first, weakly: the cache must not outlive, or keep alive, a process group.

@@ -11,11 +11,35 @@ import torch
 T = TypeVar("T")
 IntArray = npt.NDArray[np.int64]
 
+# A captured CUDA graph holds addresses, not tensors: what it reads is kept here for good.
+_read_by_graphs: dict[int, torch.Tensor] = {}
+
+
+def is_capturing() -> bool:
+    """Whether the current stream is recording a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def keep_for_graphs(tensor: torch.Tensor) -> None:
+    """Keep a tensor alive that the CUDA graph being captured will read on every replay."""
+    _read_by_graphs[id(tensor)] = tensor
+
 
 def to_device(
     array: IntArray, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """Copy a host table to ``device`` without waiting for the device."""
+    """Copy a host table to ``device`` without waiting for the device.
+
+    Raises:
+        ValueError: a CUDA graph is being captured. The copy would happen on replay only, from host
+            memory that is free by then.
+    """
+    if device.type == "cuda" and is_capturing():
+        raise ValueError(
+            f"an index table of {len(array)} entries is not on the GPU yet, and none can be copied "
+            "there while a CUDA graph is captured: run forward and backward once before the "
+            "capture, with the same shape, boundaries and context-parallel group"
+        )
     # A table made under inference mode would later be refused by autograd, and tables are kept.
     with torch.inference_mode(False):
         table = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
@@ -43,7 +67,10 @@ class HostTable:
         key = (device, dtype)
         if key not in self._copies:
             self._copies[key] = to_device(self.array, device, dtype)
-        return self._copies[key]
+        table = self._copies[key]
+        if is_capturing():
+            keep_for_graphs(table)
+        return table
 
 
 class Segments:

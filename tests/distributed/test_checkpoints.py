@@ -167,9 +167,8 @@ def make_model(mode: str) -> torch.nn.Module:
     """Ours: bf16, with A_log and dt_bias in fp32."""
     from megatron.linear_cp.testing.checkpoints import hybrid_config, hybrid_model
 
-    return with_fp32_gates(
-        hybrid_model(hybrid_config(mode, bf16=True, params_dtype=torch.bfloat16))
-    )
+    config = hybrid_config(mode, bf16=True, params_dtype=torch.bfloat16, linear_cp_fp32_decay=True)
+    return hybrid_model(config)
 
 
 def make_upstream_model() -> torch.nn.Module:
@@ -178,7 +177,7 @@ def make_upstream_model() -> torch.nn.Module:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron.linear_cp import get_gdn_hybrid_layer_spec
-    from megatron.linear_cp.testing.checkpoints import HYBRID, hybrid_model
+    from megatron.linear_cp.testing.checkpoints import HYBRID, hybrid_config, hybrid_model
 
     config = TransformerConfig(
         **HYBRID,
@@ -187,7 +186,7 @@ def make_upstream_model() -> torch.nn.Module:
         bf16=True,
         params_dtype=torch.bfloat16,
     )
-    spec = get_gdn_hybrid_layer_spec(config)
+    spec = get_gdn_hybrid_layer_spec(hybrid_config("headwise"))
     layers = [with_upstream_gdn(layer) for layer in spec.layer_specs]
     model = hybrid_model(config, dataclasses.replace(spec, layer_specs=layers))
     kinds = [type(layer.self_attention).__module__ for layer in model.decoder.layers]

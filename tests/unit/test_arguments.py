@@ -65,6 +65,11 @@ def test_declared_mode_reaches_the_config(flag: str) -> None:
     assert config.context_parallel_size == 8
 
 
+def test_fp32_decay_is_asked_for_by_a_flag() -> None:
+    assert linear_cp_config_from_args(parse("--linear-cp-fp32-decay")).linear_cp_fp32_decay
+    assert not linear_cp_config_from_args(parse()).linear_cp_fp32_decay
+
+
 def test_default_is_headwise() -> None:
     assert linear_cp_config_from_args(parse()).linear_cp_mode == "headwise"
 

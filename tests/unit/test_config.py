@@ -171,6 +171,7 @@ def test_base_checks_still_run_for_gdn() -> None:
         "linear_cp_layout",
         "linear_cp_state_exchange",
         "linear_cp_move_sequences",
+        "linear_cp_fp32_decay",
     }
     for field in dataclasses.fields(UpstreamConfig):
         ours, theirs = getattr(config, field.name), getattr(plain, field.name)
@@ -181,6 +182,32 @@ def test_base_checks_still_run_for_gdn() -> None:
     } == own
     with pytest.raises((ValueError, AssertionError)):
         make_config(num_query_groups=5, tensor_model_parallel_size=2)
+
+
+@pytest.mark.parametrize("impl", ["local", "transformer_engine", "full_iteration"])
+def test_cuda_graphs_of_megatron_core(impl: str) -> None:
+    """They hold for one group and the exchange that is made for them."""
+    graphs = {"cuda_graph_impl": impl, "cuda_graph_modules": []}
+    assert make_config(**graphs).cuda_graph_impl == impl
+    for refused, message in (
+        ({"linear_cp_state_exchange": "fla"}, "'fla'.*use 'scan'"),
+        (
+            {"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 64},
+            "hybrid_context_parallel.*one context-parallel group",
+        ),
+    ):
+        assert make_config(**refused).cuda_graph_impl == "none"
+        with pytest.raises(ValueError, match=message):
+            make_config(**graphs, **refused)
+
+
+@pytest.mark.parametrize(
+    ("field", "impl"),
+    [("enable_cuda_graph", "local"), ("external_cuda_graph", "transformer_engine")],
+)
+def test_deprecated_switches_of_cuda_graphs(field: str, impl: str) -> None:
+    with pytest.raises(ValueError, match=f"cuda_graph_impl='{impl}' with linear_cp_state_exchange"):
+        make_config(**{field: True}, linear_cp_state_exchange="fla")
 
 
 def test_norm_recompute_is_accepted_and_kept() -> None:
