@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test pytest lint format lock clean distclean
+.PHONY: help venv demo docs test pytest lint format lock clean distclean
 
 # DATA and ARGS reach the shell through the environment, so file names with spaces work.
 export DATA ARGS LOCK_ARGS
@@ -19,6 +19,10 @@ venv: ## make or bring up to date .venv
 
 demo: venv ## train the small hybrid under every CP mode (DATA=file: your own .txt or .jsonl)
 	@$(PY) examples/train_hybrid/train.py $${DATA:+--data "$$DATA"}
+
+docs: venv ## build the documentation into site/, refusing broken links
+	@$(PY) -m sphinx --nitpicky --fail-on-warning --keep-going --quiet -c docs -b html -E . site
+	@echo "docs: site/index.html"
 
 test: lint pytest ## lint, types and tests: what CI runs
 
@@ -38,7 +42,7 @@ lock: ## resolve requirements/lock.txt again (LOCK_ARGS="--upgrade" for newer ve
 	@tools/lock.sh
 
 clean: ## remove caches and build results, keep .venv
-	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -path ./.venv -prune -o -path ./.git -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 distclean: clean ## remove .venv as well

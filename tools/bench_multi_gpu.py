@@ -37,14 +37,15 @@ from megatron.linear_cp.testing.parity import relative_rms
 
 HIDDEN = 2048
 WIDE = "wide conversion"
-# mode, layout, state exchange
-SCHEMES: dict[str, tuple[str, str, str]] = {
-    "upstream's scheme": (WIDE, "zigzag", "fla"),
-    "FLA's exchange, narrow": ("chunkwise", "zigzag", "fla"),
-    "chunkwise zigzag": ("chunkwise", "zigzag", "scan"),
-    "chunkwise contiguous": ("chunkwise", "contiguous", "scan"),
-    "headwise": ("headwise", "zigzag", "scan"),
-    "all_gather": ("all_gather", "zigzag", "scan"),
+# mode, layout, state exchange, whether sequences may move
+SCHEMES: dict[str, tuple[str, str, str, str]] = {
+    "upstream's scheme": (WIDE, "zigzag", "fla", "never"),
+    "FLA's exchange, narrow": ("chunkwise", "zigzag", "fla", "never"),
+    "chunkwise, chosen": ("chunkwise", "zigzag", "scan", "auto"),
+    "chunkwise, states": ("chunkwise", "zigzag", "scan", "never"),
+    "chunkwise, contiguous": ("chunkwise", "contiguous", "scan", "never"),
+    "headwise": ("headwise", "zigzag", "scan", "never"),
+    "all_gather": ("all_gather", "zigzag", "scan", "never"),
 }
 GATE = 2e-2  # relative RMS against one GPU; both runs round to bf16 throughout
 
@@ -62,7 +63,7 @@ def boundaries(tokens: int, sequences: int, multiple: int) -> list[int]:
 
 def make_config(scheme: str, size: int, layers: int) -> TransformerConfig:
     """Of ``layers`` layers: one GDN layer, or four of which the last is softmax attention."""
-    mode, layout, exchange = SCHEMES[scheme]
+    mode, layout, exchange, move = SCHEMES[scheme]
     return TransformerConfig(
         num_layers=layers,
         hidden_size=HIDDEN,
@@ -77,6 +78,7 @@ def make_config(scheme: str, size: int, layers: int) -> TransformerConfig:
         linear_cp_mode=mode,
         linear_cp_layout=layout,
         linear_cp_state_exchange=exchange,
+        linear_cp_move_sequences=move,
         normalization="RMSNorm",
         activation_func=F.silu,
         add_bias_linear=False,
@@ -211,7 +213,7 @@ def compare(
     groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
     alone = ProcessGroupCollection(tp=groups.tp, cp=groups.tp)
     hidden, grad = whole_input(bounds[-1])
-    step = step_of(make_stack("chunkwise zigzag", alone, layers), hidden, grad, packed(bounds))
+    step = step_of(make_stack("chunkwise, states", alone, layers), hidden, grad, packed(bounds))
     wanted = step()
     rows: list[dict[str, Any]] = []
     rows.append({"scheme": "one GPU", "difference": 0.0} | slowest(measure(step, rounds)))

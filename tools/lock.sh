@@ -21,13 +21,13 @@ echo "lock: resolving (minutes: every file of every package is asked for its has
 # The options go by hand: no header with a command line, nothing that names a registry.
 # shellcheck disable=SC2086  # LOCK_ARGS is a list of words
 "$work/venv/bin/python" -m piptools compile --quiet \
-    --extra demo --extra test --extra dev \
+    --extra demo --extra test --extra dev --extra docs \
     --generate-hashes --allow-unsafe --strip-extras --no-build-isolation \
     --no-header --no-emit-options --no-emit-index-url --no-emit-trusted-host --no-emit-find-links \
     ${LOCK_ARGS:-} --output-file "$work/lock.txt" pyproject.toml requirements/stack-0.18.in
 
 {
-    echo "# Made by 'make lock' from pyproject.toml (extras demo, test, dev) and stack-0.18.in."
+    echo "# Made by 'make lock' from pyproject.toml (extras demo, test, dev, docs) and stack-0.18.in."
     echo "# For Linux x86-64 with Python 3.12 or 3.13; install with"
     echo "#   pip install --require-hashes -r requirements/lock.txt"
     sed "s#$work/##g" "$work/lock.txt"

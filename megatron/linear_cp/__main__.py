@@ -2,8 +2,18 @@
 """``python -m megatron.linear_cp COMMAND``."""
 
 import argparse
+import importlib
 import sys
 import warnings
+from typing import Any
+
+_TOOLS = {
+    "plan": ("megatron.linear_cp.planner", "what each mode costs on given sequence lengths"),
+    "inspect": (
+        "megatron.linear_cp.inspector",
+        "what a run does with a saved micro-batch, and what it refuses",
+    ),
+}
 
 
 def main() -> int:
@@ -12,15 +22,18 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="versions, known faults, and a numeric self-test")
     warnings.filterwarnings("ignore")  # of optional packages that are not installed
-    if sys.argv[1:2] == ["plan"]:
-        # Imported here: --help must not wait for torch.
-        from megatron.linear_cp import planner
-
-        plan = commands.add_parser("plan", help="what each mode costs on given sequence lengths")
-        planner.add_arguments(plan)
-        return planner.main(parser.parse_args())
-    commands.add_parser("plan", help="what each mode costs on given sequence lengths")
-    parser.parse_args()
+    chosen = sys.argv[1] if len(sys.argv) > 1 else ""
+    tool: Any = None
+    for name, (module, text) in _TOOLS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        if name == chosen:
+            # Imported here: --help must not wait for torch.
+            tool = importlib.import_module(module)
+            tool.add_arguments(command)
+    arguments = parser.parse_args()
+    if tool is not None:
+        status: int = tool.main(arguments)
+        return status
     from megatron.linear_cp import doctor
 
     return doctor.main()

@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron.linear_cp.exchange_choice import LayerSizes, choose_for
-from megatron.linear_cp.layout import check_divisible, mixed_token_ranges, token_ranges
+from megatron.linear_cp.layout import (
+    TokenRanges,
+    check_divisible,
+    mixed_token_ranges,
+    token_ranges,
+)
 from megatron.linear_cp.modes.heads import heads_fit
 from megatron.linear_cp.routes import build_halo_route, build_state_route
 from megatron.linear_cp.segments import IntArray
@@ -15,11 +20,57 @@ from megatron.linear_cp.segments import IntArray
 _CHUNK = 64
 # Backward does about two products for each of forward's, and repeats part of forward.
 _BACKWARD = 2.5
+# Times that a row is read or written here on its way through an exchange: gathered for its
+# destination, joined with others, taken by the collective and put down by it, put into order.
+_TOUCHES = 8
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a rank can do; ``MACHINES`` has one for GPUs and one for CPU ranks.
+
+    Attributes:
+        bytes_per_second: what a rank can send, all peers together.
+        flops_per_second: what a rank computes in the rule, convolution and gates included in the
+            time and not in the count.
+        summary_flops_per_second: what it computes in the summaries of segments.
+        dense_flops_per_second: what it computes in large products, which the projections are.
+        memory_bytes_per_second: what it reads or writes of its own memory.
+        seconds_per_collective: what one exchange takes however little it moves.
+        seconds_per_row: what a token takes in the rule however few heads the rank runs; headwise
+            runs more tokens with fewer heads.
+        shrinks_chunks: the kernels take smaller chunks where every segment is short.
+        element_size: bytes of an activation.
+    """
+
+    bytes_per_second: float
+    flops_per_second: float
+    summary_flops_per_second: float
+    dense_flops_per_second: float
+    memory_bytes_per_second: float
+    seconds_per_collective: float
+    seconds_per_row: float
+    shrinks_chunks: bool
+    element_size: int
+
+
+MACHINES = {
+    # 200 GB/s is what an all-to-all reaches inside one NVLink host; across hosts use the network's
+    # figure. 100 and 650 TFLOP/s give 16.8 ms for the layer that README measures on an H200 at
+    # 17.65 ms; 260 makes the summaries 12 % of the rule, as there. 3.5 TB/s is about what a copy
+    # reaches. 20 us is what NCCL usually needs to start inside one host: assumed, not measured, as
+    # is that a token's kernels cost nothing beside their heads.
+    "gpu": Machine(200e9, 100e12, 260e12, 650e12, 3.5e12, 20e-6, 0.0, False, 2),
+    # fp32 over gloo on the loopback, torch kernels: what `tools/sweep_plan_choice.py` measured for
+    # two ranks with a core each (medians over three head shapes). It measures any machine.
+    "cpu": Machine(1.6e9, 21e9, 10e9, 90e9, 17e9, 0.26e-3, 7e-6, True, 4),
+}
+_GPU = MACHINES["gpu"]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One layer and the micro-batch it sees.
+    """One layer, the micro-batch it sees, and the machine.
 
     Attributes:
         lengths: tokens of every packed sequence, each a multiple of what the layout needs.
@@ -27,10 +78,10 @@ class Workload:
         key_head_dim, value_head_dim: channels of a head.
         conv_kernel_size: taps of the convolution.
         hidden_size: of the model, which is what a moved token costs.
-        element_size: bytes of an activation, 2 for bf16.
-        bytes_per_second: what a rank can send, all peers together. The default, 200 GB/s, is what
-            an all-to-all reaches inside one NVLink host; across hosts use the network's figure.
-        flops_per_second: what a rank computes in the rule; 100 TFLOP/s by default.
+        element_size, bytes_per_second, flops_per_second, summary_flops_per_second: as in
+            :class:`Machine`; the defaults are those of ``MACHINES["gpu"]``.
+        dense_flops_per_second, memory_bytes_per_second: likewise.
+        seconds_per_collective, seconds_per_row, shrinks_chunks: likewise.
     """
 
     lengths: Sequence[int]
@@ -40,9 +91,15 @@ class Workload:
     value_head_dim: int = 128
     conv_kernel_size: int = 4
     hidden_size: int = 2048
-    element_size: int = 2
-    bytes_per_second: float = 200e9
-    flops_per_second: float = 100e12
+    element_size: int = _GPU.element_size
+    bytes_per_second: float = _GPU.bytes_per_second
+    flops_per_second: float = _GPU.flops_per_second
+    summary_flops_per_second: float = _GPU.summary_flops_per_second
+    dense_flops_per_second: float = _GPU.dense_flops_per_second
+    memory_bytes_per_second: float = _GPU.memory_bytes_per_second
+    seconds_per_collective: float = _GPU.seconds_per_collective
+    seconds_per_row: float = _GPU.seconds_per_row
+    shrinks_chunks: bool = _GPU.shrinks_chunks
 
 
 @dataclass(frozen=True)
@@ -51,13 +108,59 @@ class ModeCost:
 
     Attributes:
         bytes_sent: to other ranks.
-        flops: of convolution excluded, rule and summaries included.
-        seconds: bytes over bandwidth plus flops over rate; nothing overlaps in this count.
+        collectives: exchanges that it takes part in.
+        flops: of the rule, summaries included, convolution and projections excluded; the last chunk
+            of a segment counts whole.
+        seconds: bytes over bandwidth, the start of every exchange, copies of what is exchanged,
+            rows of the rule, and flops of rule, summaries and projections over their rates; nothing
+            overlaps in this count, and the rest of the layer is the same in every mode.
     """
 
     bytes_sent: int
+    collectives: int
     flops: float
     seconds: float = field(compare=False)
+
+
+@dataclass(frozen=True)
+class RankTraffic:
+    """What one rank sends in one layer under chunkwise, forward and backward, in bytes.
+
+    Attributes:
+        states: summaries, entry states and their gradients, in fp32.
+        halo: tokens that the convolution of another rank reads, and gradients of those it reads.
+        moved: hidden states of sequences brought to one rank.
+    """
+
+    states: int
+    halo: int
+    moved: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.states + self.halo + self.moved
+
+
+@dataclass(frozen=True)
+class ChunkwiseWork:
+    """Where chunkwise works on a micro-batch, and what that costs.
+
+    Attributes:
+        ranges: the segments that every rank works on.
+        home: ``[S]`` the rank a sequence is brought to, or -1.
+        tokens: ``[cp_size]`` tokens that every rank works on.
+        traffic: of every rank.
+        collectives: exchanges of a layer, forward and backward.
+        states_cross: whether a state crosses ranks; without that there are no summaries.
+    """
+
+    ranges: TokenRanges
+    home: IntArray
+    tokens: IntArray
+    traffic: tuple[RankTraffic, ...]
+    collectives: int
+    states_cross: bool
 
 
 def predict_costs(
@@ -88,22 +191,56 @@ def predict_costs(
     boundaries = np.concatenate([[0], np.cumsum(np.asarray(workload.lengths, dtype=np.int64))])
     check_divisible(boundaries, cp, layout)
     local = int(boundaries[-1]) // cp
-    heads = workload.num_value_heads // tp
-    key_heads = workload.num_key_heads // tp
-    width = 2 * key_heads * workload.key_head_dim + heads * workload.value_head_dim + 2 * heads
-    out_width = heads * workload.value_head_dim
-    size = workload.element_size
-    rule = _rule_flops(workload, heads) * local
-
+    sizes = layer_sizes(workload, tp)
+    rule = _rule_flops(workload, sizes.num_value_heads)
+    all_rows = _rows(np.diff(boundaries), workload.shrinks_chunks)
+    several = cp > 1
+    sent = {mode: uniform_bytes(workload, tp, cp, mode) for mode in ("headwise", "all_gather")}
+    chunkwise = chunkwise_work(workload, tp, cp, layout, move_sequences)
+    segments = chunkwise.ranges.stop - chunkwise.ranges.start
+    by_rank = [segments[chunkwise.ranges.rank == rank] for rank in range(cp)]
+    rows = max(_rows(lengths, workload.shrinks_chunks) for lengths in by_rank)
+    busiest = int(chunkwise.tokens.max())
+    summaries, exchanged = 0.0, 0
+    if chunkwise.states_cross:
+        # Every segment is summarised, whether its own chain crosses ranks or not.
+        summaries = rows * summary_flops(workload, sizes.num_value_heads)
+        exchanged += max(map(len, by_rank)) * _state_bytes(sizes)
+    if (chunkwise.home >= 0).any():
+        exchanged += 4 * busiest * sizes.hidden_size * sizes.element_size
+    # Bytes sent, exchanges, bytes that go through them (a rank's own share too), rows of the rule
+    # and the ranks that share their heads, flops of summaries, tokens that are projected.
     counted = {
-        # The projections go out and the output comes back; backward is the mirror image.
-        "headwise": (2 * local * (width + out_width) * size * (cp - 1) // cp, rule),
-        # Backward scatters the gradient of what forward gathered.
-        "all_gather": (2 * (cp - 1) * local * width * size, rule * cp),
-        "chunkwise": _chunkwise(workload, boundaries, cp, tp, layout, move_sequences),
+        "headwise": (
+            sent["headwise"],
+            4 * several,
+            several * sent["headwise"] * cp // max(cp - 1, 1),
+            all_rows,
+            cp,
+            0.0,
+            local,
+        ),
+        "all_gather": (
+            sent["all_gather"],
+            2 * several,
+            several * sent["all_gather"] * cp // max(cp - 1, 1),
+            all_rows,
+            1,
+            0.0,
+            local,
+        ),
+        "chunkwise": (
+            max(traffic.total for traffic in chunkwise.traffic),
+            chunkwise.collectives,
+            exchanged,
+            rows,
+            1,
+            summaries,
+            busiest,
+        ),
     }
     costs = {}
-    for mode, (sent, flops) in counted.items():
+    for mode, (sent_bytes, collectives, handled, run, sharing, extra, tokens) in counted.items():
         if heads_fit(
             mode,
             num_key_heads=workload.num_key_heads,
@@ -111,8 +248,18 @@ def predict_costs(
             tensor_model_parallel_size=tp,
             context_parallel_size=cp,
         ):
-            seconds = sent / workload.bytes_per_second + flops / workload.flops_per_second
-            costs[mode] = ModeCost(int(sent), flops, seconds)
+            flops = rule * run / sharing
+            projections = tokens * _projection_flops(workload, tp)
+            seconds = (
+                sent_bytes / workload.bytes_per_second
+                + collectives * workload.seconds_per_collective
+                + handled * _TOUCHES / workload.memory_bytes_per_second
+                + run * workload.seconds_per_row
+                + flops / workload.flops_per_second
+                + extra / workload.summary_flops_per_second
+                + projections / workload.dense_flops_per_second
+            )
+            costs[mode] = ModeCost(sent_bytes, collectives, flops + extra, seconds)
     return costs
 
 
@@ -131,40 +278,80 @@ def layer_sizes(workload: Workload, tensor_model_parallel_size: int) -> LayerSiz
     )
 
 
-def _chunkwise(
-    workload: Workload, boundaries: IntArray, cp: int, tp: int, layout: str, move: str
-) -> tuple[int, float]:
-    """Bytes and flops of the busiest rank: states in fp32, halos both ways, and moved tokens."""
+def uniform_bytes(workload: Workload, tp: int, cp: int, mode: str) -> int:
+    """Bytes that every rank sends in one layer under headwise or all_gather, both ways."""
+    sizes = layer_sizes(workload, tp)
+    local = sum(workload.lengths) // cp
+    width = sizes.conv_channels + 2 * sizes.num_value_heads
+    if mode == "all_gather":
+        # Backward scatters the gradient of what forward gathered.
+        return 2 * (cp - 1) * local * width * sizes.element_size
+    # The projections go out and the output comes back; backward is the mirror image.
+    out_width = sizes.num_value_heads * sizes.value_head_dim
+    return 2 * local * (width + out_width) * sizes.element_size * (cp - 1) // cp
+
+
+def chunkwise_work(
+    workload: Workload, tp: int, cp: int, layout: str, move_sequences: str
+) -> ChunkwiseWork:
+    """Where chunkwise works and what it sends; see :func:`predict_costs` for the arguments."""
+    boundaries = np.concatenate([[0], np.cumsum(np.asarray(workload.lengths, dtype=np.int64))])
     sizes = layer_sizes(workload, tp)
     working = token_ranges(boundaries, cp, layout)
     lengths = np.diff(boundaries)
     home = np.full(len(lengths), -1, dtype=np.int64)
-    tokens = int(boundaries[-1]) // cp
+    tokens = np.full(cp, int(boundaries[-1]) // cp, dtype=np.int64)
     if layout == "zigzag" and cp > 1:
-        choice = choose_for(boundaries, cp, sizes, move)
-        tokens = int(choice.tokens.max())
+        choice = choose_for(boundaries, cp, sizes, move_sequences)
+        tokens = choice.tokens
         if choice.moved:
             home = choice.home
             working = mixed_token_ranges(boundaries, cp, home)
-    most = 0
+    traffic = []
     for rank in range(cp):
-        sent = build_state_route(working, rank, cp, sizes.num_value_heads).bytes_sent(
-            rank, sizes.key_head_dim, sizes.value_head_dim
-        )
+        states = build_state_route(working, rank, cp, sizes.num_value_heads)
         halo = build_halo_route(working, boundaries, rank, cp, sizes.conv_kernel_size)
         rows = sum(halo.send_splits) + sum(halo.recv_splits)
-        sent += rows * sizes.conv_channels * sizes.element_size
         # A rank sends its share of what is brought elsewhere and gets the rest of what is brought
         # here. Hidden states go and come back; the gradients the other way.
         share = lengths // cp
         away = int(share[(home >= 0) & (home != rank)].sum())
         here = int((lengths - share)[home == rank].sum())
-        sent += 2 * (away + here) * sizes.hidden_size * sizes.element_size
-        most = max(most, sent)
-    flops = _rule_flops(workload, sizes.num_value_heads)
-    if cp > 1:
-        flops += _summary_flops(workload, sizes.num_value_heads)
-    return most, flops * tokens
+        traffic.append(
+            RankTraffic(
+                states=states.bytes_sent(rank, sizes.key_head_dim, sizes.value_head_dim),
+                halo=rows * sizes.conv_channels * sizes.element_size,
+                moved=2 * (away + here) * sizes.hidden_size * sizes.element_size,
+            )
+        )
+    # Both routes know on every rank whether anything crosses anywhere.
+    moves = bool((home >= 0).any())
+    collectives = 4 * states.crosses + 2 * halo.crosses + 4 * moves
+    return ChunkwiseWork(working, home, tokens, tuple(traffic), collectives, states.crosses)
+
+
+def _state_bytes(sizes: LayerSizes) -> int:
+    """Of one segment in fp32: ``A``, ``b`` and the entry state, and in backward two gradients."""
+    key, value = sizes.key_head_dim, sizes.value_head_dim
+    return sizes.num_value_heads * (key * key + 4 * key * value) * 4
+
+
+def _rows(lengths: IntArray, shrinks_chunks: bool) -> int:
+    """Rows of the chunks that hold these segments: the last chunk of a segment is computed whole.
+
+    A smaller chunk saves products and loses in their efficiency: a row is taken to cost the same.
+    """
+    longest = int(lengths.max(initial=1))
+    chunk = min(_CHUNK, 1 << (longest - 1).bit_length()) if shrinks_chunks else _CHUNK
+    return int((-(-lengths // chunk) * chunk).sum())
+
+
+def _projection_flops(workload: Workload, tp: int) -> float:
+    """Per token: in and out projection, forward and the two products of backward."""
+    sizes = layer_sizes(workload, tp)
+    value = sizes.num_value_heads * sizes.value_head_dim
+    width = sizes.conv_channels + value + 2 * sizes.num_value_heads
+    return 3.0 * 2 * workload.hidden_size * (width + value)
 
 
 def _rule_flops(workload: Workload, heads: int) -> float:
@@ -177,7 +364,7 @@ def _rule_flops(workload: Workload, heads: int) -> float:
     return float(heads * (within + with_state) * (1 + _BACKWARD))
 
 
-def _summary_flops(workload: Workload, heads: int) -> float:
+def summary_flops(workload: Workload, heads: int, backward: bool = True) -> float:
     """Per token: the recurrence on ``[0 | I]`` in forward, and on the gradient in backward."""
     key, value = workload.key_head_dim, workload.value_head_dim
-    return float(heads * 2 * 2 * key * ((key + value) + value))
+    return float(heads * 2 * 2 * key * ((key + value) + value * backward))

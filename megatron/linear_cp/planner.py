@@ -3,13 +3,14 @@
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 import numpy as np
 
-from megatron.linear_cp.cost import Workload, layer_sizes, predict_costs
+from megatron.linear_cp.cost import MACHINES, Machine, Workload, layer_sizes, predict_costs
 from megatron.linear_cp.exchange_choice import choose_for
 from megatron.linear_cp.layout import (
     LAYOUTS,
@@ -34,7 +35,7 @@ class Option:
         move_sequences: likewise; matters to chunkwise on zigzag.
         refused: why it cannot run, empty where it can. The numbers are then 0.
         bytes_sent: of the busiest rank, in one layer, forward and backward.
-        seconds: predicted for the same: bytes and the rule's flops, nothing overlapping.
+        seconds: predicted for the layer: exchanges, rule and projections, nothing overlapping.
         saved_bytes: that a rank keeps of a layer for backward, about.
         imbalance: tokens of the busiest rank over the mean.
     """
@@ -186,14 +187,29 @@ def picture(workload: Workload, tp: int, cp: int) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("--lengths", required=True, help="file of stored sequence lengths")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
     parser.add_argument("--cp", type=int, required=True, help="context-parallel size")
+    add_layer_arguments(parser)
+
+
+def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options about the layer, the machine and the output, which ``inspect`` has too."""
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
     parser.add_argument("--heads", default="16/32", help="key/value heads of the model")
     parser.add_argument("--head-dims", default="128/128", help="key/value channels of a head")
     parser.add_argument("--hidden", type=int, default=2048, help="hidden size")
     parser.add_argument("--conv", type=int, default=4, help="taps of the convolution")
-    parser.add_argument("--bandwidth", type=float, default=200.0, help="GB/s that a rank sends")
-    parser.add_argument("--tflops", type=float, default=100.0, help="TFLOP/s of the rule")
+    parser.add_argument(
+        "--profile",
+        choices=tuple(MACHINES),
+        default="gpu",
+        help="bf16 on GPUs of one host, or fp32 on CPU ranks over gloo; the next six override it",
+    )
+    parser.add_argument("--bandwidth", type=float, help="GB/s that a rank sends")
+    parser.add_argument("--tflops", type=float, help="TFLOP/s of the rule")
+    parser.add_argument("--summary-tflops", type=float, help="TFLOP/s of summaries of segments")
+    parser.add_argument("--dense-tflops", type=float, help="TFLOP/s of projections")
+    parser.add_argument("--memory-bandwidth", type=float, help="GB/s that a rank reads or writes")
+    parser.add_argument("--latency-us", type=float, help="microseconds that an exchange takes")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--picture", help="also write an SVG of who works on which tokens")
 
@@ -201,63 +217,92 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Print the options; 0 if one can run, 1 if none can, 2 for input that makes no sense."""
     try:
-        workload = _workload(arguments)
-        for name in ("tp", "cp", "hidden", "conv"):
-            if getattr(arguments, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {getattr(arguments, name)}")
-        for name in ("bandwidth", "tflops"):
-            if not 0 < getattr(arguments, name) < float("inf"):
-                raise ValueError(f"--{name} must be above 0, got {getattr(arguments, name)}")
+        workload = make_workload(arguments, _read_lengths(arguments.lengths))
+        found = options(workload, arguments.tp, arguments.cp)
+        if arguments.picture:
+            Path(arguments.picture).write_text(picture(workload, arguments.tp, arguments.cp))
     except (OSError, ValueError) as error:
         print(f"plan: {error}")
         return 2
-    found = options(workload, arguments.tp, arguments.cp)
-    best = recommended(found)
     if arguments.json:
-        recommendation = None if best is None else found.index(best)
-        rows = [asdict(option) for option in found]
-        print(json.dumps({"options": rows, "recommended": recommendation}, indent=2))
+        print(json.dumps(as_json(found), indent=2))
     else:
-        print(
-            f"{len(workload.lengths)} sequences, {sum(workload.lengths)} tokens, "
-            f"TP {arguments.tp}, CP {arguments.cp}; one layer, forward and backward, busiest rank"
-        )
-        print(table(found))
-    if arguments.picture:
-        try:
-            Path(arguments.picture).write_text(picture(workload, arguments.tp, arguments.cp))
-        except OSError as error:
-            print(f"plan: {error}")
-            return 2
-    return int(best is None)
+        print(f"{heading(workload, arguments.tp, arguments.cp)}\n{table(found)}")
+    return int(recommended(found) is None)
 
 
-def _workload(arguments: argparse.Namespace) -> Workload:
-    words = Path(arguments.lengths).read_text().replace(",", " ").split()
-    bad = next((word for word in words if not word.isdecimal()), None)
-    if bad is not None or not words:
+def heading(workload: Workload, tp: int, cp: int) -> str:
+    """What the table is about."""
+    return (
+        f"{len(workload.lengths)} sequences, {sum(workload.lengths)} tokens, TP {tp}, CP {cp}; "
+        "one layer, forward and backward, busiest rank"
+    )
+
+
+def as_json(found: list[Option]) -> dict[str, object]:
+    """The options and the index of the recommended one, or None."""
+    best = recommended(found)
+    return {
+        "options": [asdict(option) for option in found],
+        "recommended": None if best is None else found.index(best),
+    }
+
+
+def make_workload(arguments: argparse.Namespace, lengths: Sequence[int]) -> Workload:
+    """The workload that the options of :func:`add_layer_arguments` describe.
+
+    Raises:
+        ValueError: an option that makes no sense, or more tokens than a micro-batch can have.
+    """
+    for name in ("tp", "cp", "hidden", "conv"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(arguments, name)}")
+    if not 0 < sum(lengths) <= _MAX_TOKENS:
         raise ValueError(
-            f"{arguments.lengths} must hold sequence lengths, whole numbers parted by spaces, "
-            f"commas or lines; got {'nothing' if bad is None else repr(bad)}"
-        )
-    total = sum(int(word) for word in words)
-    if not 0 < total <= _MAX_TOKENS:
-        raise ValueError(
-            f"{arguments.lengths} adds up to {total} tokens; a micro-batch has 1 to {_MAX_TOKENS}"
+            f"the micro-batch adds up to {sum(lengths)} tokens; it may have 1 to {_MAX_TOKENS}"
         )
     key_heads, value_heads = _pair("--heads", arguments.heads)
     key_dim, value_dim = _pair("--head-dims", arguments.head_dims)
     return Workload(
-        lengths=[int(word) for word in words],
+        lengths=list(lengths),
         num_key_heads=key_heads,
         num_value_heads=value_heads,
         key_head_dim=key_dim,
         value_head_dim=value_dim,
         conv_kernel_size=arguments.conv,
         hidden_size=arguments.hidden,
-        bytes_per_second=1e9 * arguments.bandwidth,
-        flops_per_second=1e12 * arguments.tflops,
+        **asdict(_machine(arguments)),
     )
+
+
+def _machine(arguments: argparse.Namespace) -> Machine:
+    machine = MACHINES[arguments.profile]
+    for name, field, unit in (
+        ("bandwidth", "bytes_per_second", 1e9),
+        ("tflops", "flops_per_second", 1e12),
+        ("summary_tflops", "summary_flops_per_second", 1e12),
+        ("dense_tflops", "dense_flops_per_second", 1e12),
+        ("memory_bandwidth", "memory_bytes_per_second", 1e9),
+        ("latency_us", "seconds_per_collective", 1e-6),
+    ):
+        value = getattr(arguments, name)
+        if value is None:
+            continue
+        if not 0 < value < float("inf"):
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value}")
+        machine = replace(machine, **{field: unit * value})
+    return machine
+
+
+def _read_lengths(file: str) -> list[int]:
+    words = Path(file).read_text().replace(",", " ").split()
+    bad = next((word for word in words if not word.isdecimal()), None)
+    if bad is not None or not words:
+        raise ValueError(
+            f"{file} must hold sequence lengths, whole numbers parted by spaces, commas or lines; "
+            f"got {'nothing' if bad is None else repr(bad)}"
+        )
+    return [int(word) for word in words]
 
 
 def _pair(flag: str, text: str) -> tuple[int, int]:

@@ -76,3 +76,4 @@ def test_prediction_is_what_the_busiest_rank_sends(cp: int, row: str) -> None:
         if (mode, layout, row) == ("chunkwise", "contiguous", "short"):
             calls = 0  # its cuts lie between sequences
         assert [result[i][1] for result in by_rank] == [calls] * cp, (mode, layout, move)
+        assert predicted.collectives == calls, (mode, layout, move)

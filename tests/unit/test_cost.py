@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted costs, and the policy that follows them."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.linear_cp import resolve_linear_cp_mode
@@ -33,6 +35,67 @@ def test_all_gather_computes_everything_on_every_rank() -> None:
 def test_modes_whose_heads_do_not_fit_are_missing() -> None:
     workload = Workload(lengths=[1024], num_key_heads=2, num_value_heads=4)
     assert set(predict_costs(workload, **SIZES)) == {"chunkwise", "all_gather"}
+
+
+def seconds_of_chunkwise(workload: Workload, layout: str = "zigzag", **sizes: int) -> float:
+    return predict_costs(workload, layout=layout, **SIZES | sizes)["chunkwise"].seconds
+
+
+def test_a_chunk_that_is_not_full_costs_as_much() -> None:
+    """Sequences of 16 tokens fill a quarter of the chunks of 64 that they take."""
+    full, short = (Workload(lengths=[n] * (65536 // n)) for n in (64, 16))
+    one = {"context_parallel_size": 1}
+    costs = [predict_costs(w, **SIZES | one)["chunkwise"].flops for w in (full, short)]
+    assert costs[1] == pytest.approx(4 * costs[0])
+    shrinking = replace(short, shrinks_chunks=True)
+    assert predict_costs(shrinking, **SIZES | one)["chunkwise"].flops == pytest.approx(costs[0])
+
+
+def test_no_summaries_where_nothing_crosses() -> None:
+    """Eight sequences, one on each rank of the contiguous layout: what a rank does without CP."""
+    workload = Workload(lengths=[4096] * 8)
+    alone = replace(workload, lengths=[4096])
+    costs = predict_costs(workload, layout="contiguous", **SIZES)["chunkwise"]
+    assert (costs.bytes_sent, costs.collectives) == (0, 0)
+    expected = predict_costs(alone, **SIZES | {"context_parallel_size": 1})["chunkwise"]
+    assert costs.flops == expected.flops
+    assert costs.seconds == pytest.approx(expected.seconds)
+    cut = replace(workload, lengths=[4096 + 8] * 7 + [4096 - 56])
+    assert predict_costs(cut, layout="contiguous", **SIZES)["chunkwise"].flops > costs.flops
+
+
+@pytest.mark.parametrize(
+    ("field", "share"),
+    [
+        ("bytes_per_second", "bytes"),
+        ("seconds_per_collective", "exchanges"),
+        ("memory_bytes_per_second", "copies"),
+        ("flops_per_second", "rule"),
+        ("summary_flops_per_second", "summaries"),
+        ("dense_flops_per_second", "projections"),
+    ],
+)
+def test_every_figure_of_the_machine_counts(field: str, share: str) -> None:
+    workload = Workload(lengths=[4096, 512])
+    factor = 4.0 if field == "seconds_per_collective" else 0.25
+    slower = replace(workload, **{field: factor * getattr(workload, field)})
+    before, after = (predict_costs(w, **SIZES) for w in (workload, slower))
+    grown = {mode for mode in before if after[mode].seconds > before[mode].seconds}
+    assert grown == ({"chunkwise"} if share == "summaries" else set(before)), share
+
+
+def test_rows_are_those_that_a_rank_runs() -> None:
+    """headwise and all_gather run every token, chunkwise its own."""
+    workload = Workload(lengths=[4096])
+    costs = [predict_costs(w, **SIZES) for w in (workload, replace(workload, seconds_per_row=1.0))]
+    grown = {mode: costs[1][mode].seconds - costs[0][mode].seconds for mode in costs[0]}
+    assert grown == pytest.approx({"headwise": 4096, "all_gather": 4096, "chunkwise": 512})
+
+
+def test_the_benchmarked_layer_on_one_gpu() -> None:
+    """README's layer: 17.65 ms measured, of which norms and gates are not counted here."""
+    one = Workload(lengths=[32768])
+    assert 15e-3 < seconds_of_chunkwise(one, context_parallel_size=1) < 17.65e-3
 
 
 def test_one_rank_sends_nothing() -> None:

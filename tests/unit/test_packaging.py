@@ -4,9 +4,12 @@
 import importlib.metadata
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +82,70 @@ class TestNamespace:
         assert bare == []
 
 
+class TestDistributions:
+    """A wheel and an sdist, built from a copy of the tree that holds things they must not take."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def built(cls, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str], str]:
+        """Files of the wheel and of the sdist, and the version in the wheel's name."""
+        tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("out")
+        for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, tree)
+        skip = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(PACKAGE, tree / "megatron" / "linear_cp", ignore=skip)
+        for stray in (
+            "megatron/core/__init__.py",
+            "megatron/linear_cp/notes.txt",
+            "megatron/linear_cp/ops/__pycache__/plan.cpython-312.pyc",
+            "tests/__init__.py",
+            "tools/tool.py",
+            "docs/conf.py",
+        ):
+            (tree / stray).parent.mkdir(parents=True, exist_ok=True)
+            (tree / stray).touch()
+        build = (
+            "import sys; from setuptools import build_meta; out = sys.argv[1]; "
+            "build_meta.build_sdist(out); build_meta.build_wheel(out)"
+        )
+        subprocess.run(
+            [sys.executable, "-c", build, str(out)], cwd=tree, check=True, capture_output=True
+        )
+        (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+        with zipfile.ZipFile(wheel) as archive:
+            in_wheel = archive.namelist()
+        with tarfile.open(sdist) as archive:
+            names = [member.name for member in archive if member.isfile()]
+        in_sdist = [name.split("/", 1)[1] for name in names]
+        return in_wheel, in_sdist, wheel.name.split("-")[1]
+
+    @staticmethod
+    def package_files() -> set[str]:
+        files = [*PACKAGE.rglob("*.py"), PACKAGE / "py.typed"]
+        return {str(file.relative_to(ROOT)) for file in files}
+
+    def test_wheel_holds_the_package_and_its_metadata(
+        self, built: tuple[list[str], list[str], str]
+    ) -> None:
+        in_wheel, _, version = built
+        info = f"megatron_linear_cp-{version}.dist-info"
+        metadata = {"METADATA", "RECORD", "WHEEL", "licenses/LICENSE", "top_level.txt"}
+        assert set(in_wheel) == self.package_files() | {f"{info}/{name}" for name in metadata}
+
+    def test_sdist_holds_what_a_wheel_is_built_from(
+        self, built: tuple[list[str], list[str], str]
+    ) -> None:
+        _, in_sdist, _ = built
+        files = {name for name in in_sdist if ".egg-info/" not in name}
+        around = {"LICENSE", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg", "setup.py"}
+        assert files == self.package_files() | around
+
+    def test_version_of_the_wheel_is_the_source_s(
+        self, built: tuple[list[str], list[str], str]
+    ) -> None:
+        assert f'__version__ = "{built[2]}"' in (PACKAGE / "version.py").read_text()
+
+
 class TestVersion:
     def test_written_in_one_place(self) -> None:
         source = (PACKAGE / "version.py").read_text()
@@ -113,7 +180,7 @@ class TestLock:
     def test_satisfies_what_pyproject_declares(self) -> None:
         declared = project()["project"]
         wanted = list(declared["dependencies"])
-        for extra in ("demo", "dev", "test"):
+        for extra in ("demo", "dev", "docs", "test"):
             wanted += declared["optional-dependencies"][extra]
         pins = locked()
         for requirement in map(Requirement, wanted):

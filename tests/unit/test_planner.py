@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -72,6 +73,26 @@ def test_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert titles == {f"rank {rank}" for rank in range(4)}
 
 
+def test_profiles_and_what_overrides_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """CPU ranks send fp32, slowly; a slow network alone makes long headwise sequences lose."""
+
+    def best(*flags: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        assert run(tmp_path, "65536", "--cp", "8", "--json", *flags) == 0
+        printed = json.loads(capsys.readouterr().out)
+        return printed["options"][printed["recommended"]], printed["options"][0]
+
+    _, gpu = best()
+    _, cpu = best("--profile", "cpu")
+    assert cpu["bytes_sent"] == 2 * gpu["bytes_sent"]
+    assert cpu["seconds"] > 1000 * gpu["seconds"]
+    fastest, slow = best("--bandwidth", "1")
+    assert fastest["mode"] == "chunkwise"
+    moving = gpu["bytes_sent"] / 1e9 - gpu["bytes_sent"] / 200e9
+    assert slow["seconds"] == pytest.approx(gpu["seconds"] + moving)
+
+
 @pytest.mark.parametrize(
     ("lengths", "flags", "message"),
     [
@@ -81,6 +102,7 @@ def test_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ("9223372036854775807 8", ("--cp", "2"), "adds up to 9223372036854775815 tokens"),
         ("64", ("--cp", "2", "--tflops", "-1"), "--tflops must be above 0, got -1.0"),
         ("64", ("--cp", "2", "--bandwidth", "nan"), "--bandwidth must be above 0, got nan"),
+        ("64", ("--cp", "2", "--latency-us", "0"), "--latency-us must be above 0, got 0.0"),
         ("64", ("--cp", "2", "--conv", "0"), "--conv must be at least 1, got 0"),
         ("64", ("--cp", "2", "--picture", "/nowhere/x.svg"), "/nowhere/x.svg"),
         ("64", ("--cp", "0"), "--cp must be at least 1, got 0"),

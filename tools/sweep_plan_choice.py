@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is what ``plan`` recommends the fastest? Real layers on CPU ranks over gloo, against prediction.
+
+    python tools/sweep_plan_choice.py                 # ten configurations
+    python tools/sweep_plan_choice.py --all           # every combination: the ten and others
+
+For every configuration all modes and layouts run in one job, round after round, so that a slow
+moment of the machine meets all of them; a time is the median over rounds of the slowest rank.
+What the prediction needs of the machine is measured first, with as many ranks: the time of an
+exchange, its bandwidth, that of memory, and the rates of products, of the rule (with these heads
+and with one key head) and of summaries, without context parallelism. Nothing is fitted to the times
+that are predicted. ``--profile`` predicts from constants of ``megatron.linear_cp.cost`` instead.
+
+Options that the plan cannot tell apart (headwise and all_gather on either layout, chunkwise where
+nothing is moved) count as one, over the rounds of all. The choice agrees if it is the fastest, or
+within ``--tie`` of it, which is about what a repetition differs by; a line says how much slower it
+was if it is not the fastest. Exit status 1 if fewer than nine of ten agree.
+
+On a machine that does other work as well, ``--clock cpu`` counts the processor time of the busiest
+rank instead of the time that passes. It leaves out waiting, for others' work and for messages.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.linear_cp.cost import MACHINES, Machine, Workload, predict_costs, summary_flops
+from megatron.linear_cp.ops import torch_rule
+from megatron.linear_cp.plan import ContextParallelPlan
+from megatron.linear_cp.planner import Option, options
+from megatron.linear_cp.testing.cpu import cpu_cuda
+from megatron.linear_cp.testing.layer import LayerShape, make_layer_inputs, run_mode
+from megatron.linear_cp.testing.module import (
+    ModuleCase,
+    build_module,
+    context_parallel_groups,
+    forward_backward,
+    local_inputs,
+    make_config,
+)
+from megatron.linear_cp.testing.parity import make_rule_inputs
+from megatron.linear_cp.testing.workers import run_distributed
+
+HIDDEN, TOKENS = 256, 1024
+EXCHANGED, COPIED, PRODUCT = 4 * 2**20, 2 * 2**20, 384  # bytes, bytes, rows and columns
+HEADS = {
+    "4/8 of 32": LayerShape(4, 8, 32, 32),
+    "2/4 of 64": LayerShape(2, 4, 64, 64),
+    "8/16 of 16": LayerShape(8, 16, 16, 16),
+}
+LENGTHS = {
+    "one": (2048,),
+    "uneven": (1408, 384, 128, 64, 32, 32),
+    "three": (704, 672, 672),
+    "short": (32,) * 64,
+}
+# Every CP size, head shape and row occurs; the first is the least, the last the most parallel.
+TEN = (
+    (2, "4/8 of 32", "one"),
+    (2, "4/8 of 32", "uneven"),
+    (2, "2/4 of 64", "three"),
+    (2, "2/4 of 64", "short"),
+    (2, "8/16 of 16", "uneven"),
+    (4, "4/8 of 32", "three"),
+    (4, "4/8 of 32", "short"),
+    (4, "2/4 of 64", "one"),
+    (4, "2/4 of 64", "uneven"),
+    (4, "8/16 of 16", "short"),
+)
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+Configuration = tuple[int, str, str]
+Key = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration: groups of options that the plan holds equal, in predicted order.
+
+    Attributes:
+        configuration: CP size, heads, lengths.
+        machine: what the prediction was given.
+        names: of each group.
+        predicted: milliseconds of each group.
+        measured: the faster median of each group, in milliseconds.
+    """
+
+    configuration: Configuration
+    machine: Machine
+    names: tuple[str, ...]
+    predicted: tuple[float, ...]
+    measured: tuple[float, ...]
+
+    @property
+    def loss(self) -> float:
+        """How much slower the choice, the first, is than the fastest: 0 where it is the fastest."""
+        return self.measured[0] / min(self.measured) - 1
+
+
+def exchange_seconds(sizes: tuple[int, ...], rounds: int, clock: str) -> list[float]:
+    """Median seconds of an all-to-all that sends so many bytes, on this rank."""
+    ranks = dist.get_world_size()
+    found = []
+    for size in sizes:
+        rows = torch.ones(ranks, size // (4 * (ranks - 1)))
+        out = torch.empty_like(rows)
+
+        def exchange(rows: torch.Tensor = rows, out: torch.Tensor = out) -> None:
+            dist.all_to_all_single(out, rows)
+
+        found.append(statistics.median(_times(exchange, rounds, clock)))
+    return found
+
+
+def rule_seconds(shape: LayerShape, rounds: int, clock: str) -> float:
+    """Median seconds of convolution, gates and rule, both ways, with all ranks at work."""
+    plan = ContextParallelPlan.build([0, TOKENS], None)
+    tensors = make_layer_inputs(shape, TOKENS, torch.float32)
+    step = lambda: run_mode("chunkwise", plan, tensors, shape)  # noqa: E731
+    return statistics.median(_times(step, rounds, clock))
+
+
+def summary_seconds(shape: LayerShape, rounds: int, clock: str) -> float:
+    """Median seconds of the forward summary of a segment of ``TOKENS``."""
+    plan = ContextParallelPlan.build([0, TOKENS], None)
+    inputs = make_rule_inputs(
+        TOKENS,
+        num_key_heads=shape.num_key_heads,
+        num_value_heads=shape.num_value_heads,
+        key_dim=shape.key_head_dim,
+        value_dim=shape.value_head_dim,
+        dtype=torch.float32,
+    )
+    prepared = torch_rule.prepare_forward(**inputs, scale=1.0, segments=plan.segments)
+    return statistics.median(_times(lambda: torch_rule.summarize(prepared), rounds, clock))
+
+
+def _times(step: Callable[[], Any], rounds: int, clock: str) -> list[float]:
+    """Seconds of each round, all ranks starting together; the first does not count."""
+    times = []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        start = CLOCKS[clock]()
+        step()
+        times.append(CLOCKS[clock]() - start)
+    return times[1:]
+
+
+def figures(shape: LayerShape, rounds: int, clock: str) -> dict[str, float]:
+    """Seconds of two exchanges, a copy, the rule and a product, on this rank."""
+    small, large = exchange_seconds((4096, EXCHANGED), 4 * rounds, clock)
+    x, memory = torch.ones(PRODUCT, PRODUCT), torch.ones(COPIED // 4)
+    return {
+        "small": small,
+        "large": large,
+        "copy": statistics.median(_times(memory.clone, 4 * rounds, clock)),
+        "product": statistics.median(_times(lambda: x @ x, 4 * rounds, clock)),
+        "rule": rule_seconds(shape, rounds, clock),
+        "one key head": rule_seconds(_one_key_head(shape), rounds, clock),
+        "summary": summary_seconds(shape, rounds, clock),
+    }
+
+
+def _one_key_head(shape: LayerShape) -> LayerShape:
+    return replace(
+        shape, num_key_heads=1, num_value_heads=shape.num_value_heads // shape.num_key_heads
+    )
+
+
+def measure_machine(cp: int, shape: LayerShape, rounds: int, clock: str) -> Machine:
+    """The figures of :class:`megatron.linear_cp.cost.Machine` for so many ranks and these heads."""
+    by_rank = run_distributed(figures, cp, shape, rounds, clock)
+    slowest = {name: max(found[name] for found in by_rank) for name in by_rank[0]}
+    few = _one_key_head(shape)
+    flops, few_flops = (_rule_flops(heads) for heads in (shape, few))
+    rate = (flops - few_flops) / (slowest["rule"] - slowest["one key head"])
+    workload = make_workload(shape, (TOKENS,), MACHINES["cpu"])
+    summary = TOKENS * summary_flops(workload, shape.num_value_heads, backward=False)
+    # Half at least: noise in the small exchange must not make the network infinitely fast.
+    moving = max(slowest["large"] - slowest["small"], slowest["large"] / 2)
+    return Machine(
+        bytes_per_second=EXCHANGED / moving,
+        flops_per_second=rate,
+        summary_flops_per_second=summary / slowest["summary"],
+        dense_flops_per_second=2 * PRODUCT**3 / slowest["product"],
+        memory_bytes_per_second=2 * COPIED / slowest["copy"],
+        seconds_per_collective=slowest["small"],
+        seconds_per_row=max(slowest["one key head"] - few_flops / rate, 0.0) / TOKENS,
+        shrinks_chunks=MACHINES["cpu"].shrinks_chunks,
+        element_size=4,
+    )
+
+
+def _rule_flops(shape: LayerShape) -> float:
+    workload = make_workload(shape, (TOKENS,), MACHINES["cpu"])
+    alone = predict_costs(workload, tensor_model_parallel_size=1, context_parallel_size=1)
+    return alone["chunkwise"].flops
+
+
+def make_workload(shape: LayerShape, lengths: tuple[int, ...], machine: Machine) -> Workload:
+    """What the plan is told."""
+    return Workload(
+        lengths=lengths,
+        num_key_heads=shape.num_key_heads,
+        num_value_heads=shape.num_value_heads,
+        key_head_dim=shape.key_head_dim,
+        value_head_dim=shape.value_head_dim,
+        conv_kernel_size=shape.conv_kernel_size,
+        hidden_size=HIDDEN,
+        **asdict(machine),
+    )
+
+
+def step_times(
+    keys: list[Key], shape: LayerShape, lengths: tuple[int, ...], rounds: int, clock: str
+) -> dict[Key, list[float]]:
+    """Seconds of every round of every option on this rank, until the slowest rank is done."""
+    times: dict[Key, list[float]] = {key: [] for key in keys}
+    steps = {}
+    with cpu_cuda():
+        groups = context_parallel_groups()
+        for mode, layout, move in keys:
+            case = ModuleCase(
+                mode=mode,
+                layout=layout,
+                dtype=torch.float32,
+                row=tuple(np.cumsum([0, *lengths]).tolist()),
+                shape=shape,
+                hidden=HIDDEN,
+                config={"linear_cp_move_sequences": move},
+            )
+            module = build_module(case, make_config(case, groups.cp.size()), groups)
+            _, hidden, grad, params = local_inputs(case, groups)
+            steps[mode, layout, move] = (module, hidden, grad, params)
+        for round_ in range(rounds + 2):
+            for key, step in steps.items():
+                dist.barrier()
+                start = CLOCKS[clock]()
+                forward_backward(*step)
+                dist.barrier()
+                if round_ >= 2:
+                    times[key].append(CLOCKS[clock]() - start)
+    return times
+
+
+def run(
+    configuration: Configuration, machine: Machine, rounds: int, clock: str
+) -> tuple[list[Option], dict[Key, list[float]]]:
+    """The plan's options, and the milliseconds of the slowest rank in each round of each."""
+    cp, heads, lengths = configuration
+    workload = make_workload(HEADS[heads], LENGTHS[lengths], machine)
+    found = [option for option in options(workload, 1, cp) if not option.refused]
+    keys = [_key(option) for option in found]
+    by_rank = run_distributed(step_times, cp, keys, HEADS[heads], LENGTHS[lengths], rounds, clock)
+    return found, {
+        key: [1e3 * max(times[key][i] for times in by_rank) for i in range(rounds)] for key in keys
+    }
+
+
+def compare(
+    configuration: Configuration,
+    machine: Machine,
+    found: list[Option],
+    times: dict[Key, list[float]],
+) -> Row:
+    """Put options that are predicted alike together, and order the groups by prediction."""
+    groups: dict[tuple[str, int, float], list[Option]] = {}
+    for option in found:
+        groups.setdefault((option.mode, option.bytes_sent, option.seconds), []).append(option)
+    ordered = sorted(groups.items(), key=lambda item: item[0][2])
+
+    def name(group: list[Option]) -> str:
+        layouts = {option.layout for option in group}
+        moved = " moved" if all(option.move_sequences == "auto" for option in group) else ""
+        return f"{group[0].mode}{f' {layouts.pop()}' if len(layouts) == 1 else ''}{moved}"
+
+    return Row(
+        configuration,
+        machine,
+        tuple(name(group) for _, group in ordered),
+        tuple(1e3 * seconds for (_, _, seconds), _ in ordered),
+        tuple(
+            statistics.median(ms for option in group for ms in times[_key(option)])
+            for _, group in ordered
+        ),
+    )
+
+
+def _key(option: Option) -> Key:
+    return option.mode, option.layout, option.move_sequences
+
+
+def main() -> int:
+    """Print a block of lines for each configuration, and the count."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--all", action="store_true", help="every combination, not ten of them")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--profile", choices=tuple(MACHINES), help="do not measure the machine")
+    parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall")
+    parser.add_argument("--tie", type=float, default=0.03, help="part that two medians may differ")
+    parser.add_argument("--json", help="also write the figures to this file")
+    arguments = parser.parse_args()
+    rounds, clock = arguments.rounds, arguments.clock
+    every = [(cp, heads, lengths) for cp in (2, 4) for heads in HEADS for lengths in LENGTHS]
+    machines: dict[tuple[int, str], Machine] = {}
+    rows = []
+    for configuration in every if arguments.all else TEN:
+        cp, heads, lengths = configuration
+        if (cp, heads) not in machines:
+            machines[cp, heads] = (
+                MACHINES[arguments.profile]
+                if arguments.profile
+                else measure_machine(cp, HEADS[heads], rounds, clock)
+            )
+        machine = machines[cp, heads]
+        row = compare(configuration, machine, *run(configuration, machine, rounds, clock))
+        rows.append(row)
+        verdict = "fastest" if row.loss == 0 else f"{100 * row.loss:.1f} % slower than the fastest"
+        print(f"CP {cp}, heads {heads}, {lengths}: the choice is {verdict}", flush=True)
+        for name, predicted, measured in zip(row.names, row.predicted, row.measured, strict=True):
+            print(f"    {name:24} predicted {predicted:8.1f} ms, measured {measured:8.1f} ms")
+    for (cp, heads), m in machines.items():
+        print(
+            f"CP {cp}, heads {heads}: {m.bytes_per_second / 1e9:.2f} GB/s, "
+            f"{m.flops_per_second / 1e9:.1f} GFLOP/s of the rule, "
+            f"{m.summary_flops_per_second / 1e9:.1f} of summaries, "
+            f"{m.dense_flops_per_second / 1e9:.1f} of products, "
+            f"{m.memory_bytes_per_second / 1e9:.1f} GB/s of memory, "
+            f"{1e3 * m.seconds_per_collective:.2f} ms an exchange, "
+            f"{1e6 * m.seconds_per_row:.2f} us a row"
+        )
+    agree = sum(row.loss <= arguments.tie for row in rows)
+    print(
+        f"{agree} of {len(rows)} agree: {sum(row.loss == 0 for row in rows)} are the fastest, "
+        f"the others within {100 * arguments.tie:g} % of it"
+    )
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump([asdict(row) for row in rows], file, indent=2)
+    return int(10 * agree < 9 * len(rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
