@@ -169,6 +169,21 @@ def _extended(cls: Any) -> Any:
 
 
 def _extend(cls: Any) -> type:
+    place = f"{cls.__module__}:{cls.__qualname__}".replace(".", "/")
+    try:
+        methods = _methods_of(cls)
+        extended = types.new_class(
+            f"LinearCP[{place}]", (_Extension, cls), exec_body=lambda body: body.update(methods)
+        )
+        return dataclasses.dataclass(init=False, repr=False, eq=False)(extended)
+    except Exception as error:  # whatever a metaclass or __init_subclass__ objects to
+        raise TypeError(
+            f"{cls.__module__}.{cls.__qualname__} cannot be extended ({error}); write a class with "
+            "LinearCPConfigMixin before it, and build the config from that"
+        ) from error
+
+
+def _methods_of(cls: Any) -> dict[str, Any]:
     methods = {
         "__init__": _init_of(cls),
         "__hash__": cls.__hash__,
@@ -181,17 +196,7 @@ def _extend(cls: Any) -> type:
     for name in ("build_language_spec", "build_mtp_spec"):
         if hasattr(cls, name):
             methods[name] = _spec_builder_of(cls, name)
-    place = f"{cls.__module__}:{cls.__qualname__}".replace(".", "/")
-    try:
-        extended = types.new_class(
-            f"LinearCP[{place}]", (_Extension, cls), exec_body=lambda body: body.update(methods)
-        )
-        return dataclasses.dataclass(init=False, repr=False, eq=False)(extended)
-    except Exception as error:  # whatever a metaclass or __init_subclass__ objects to
-        raise TypeError(
-            f"{cls.__module__}.{cls.__qualname__} cannot be extended ({error}); write a class with "
-            "LinearCPConfigMixin before it, and build the config from that"
-        ) from error
+    return methods
 
 
 def _init_of(cls: Any) -> Callable[..., None]:
@@ -237,6 +242,8 @@ def _spec_builder_of(cls: Any, name: str) -> Callable[..., Any]:
     @functools.wraps(inherited)
     def build_spec(self: Any, *args: Any, **kwargs: Any) -> Any:
         spec = inherited(self, *args, **kwargs)
+        if spec is None:  # a model without multi-token prediction
+            return None
         return use_linear_cp(spec, linear_cp_layout=self.linear_cp_layout)
 
     return build_spec

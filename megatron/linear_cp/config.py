@@ -145,10 +145,10 @@ class LinearCPConfigMixin:
     linear_cp_move_sequences: str = "auto"
     linear_cp_fp32_decay: bool = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, *init_values: Any) -> None:
         self.check_linear_cp(final=False)
         with _variant_hidden(self):
-            super().__post_init__()  # type: ignore[misc]
+            super().__post_init__(*init_values)  # type: ignore[misc]
         if not self.defers_checks:
             self.check_linear_cp()
 
@@ -182,6 +182,10 @@ class LinearCPConfigMixin:
         check_layout(self.linear_cp_layout)
         check_state_exchange(self.linear_cp_state_exchange)
         check_move_sequences(self.linear_cp_move_sequences)
+        if not isinstance(self.linear_cp_fp32_decay, bool):
+            raise ValueError(
+                f"linear_cp_fp32_decay={self.linear_cp_fp32_decay!r} is neither True nor False"
+            )
         config: Any = self
         if not final:
             return

@@ -61,10 +61,11 @@ class GatedDeltaNet(_UpstreamGatedDeltaNet):
         pg_collection: its ``tp`` and ``cp`` groups; ``cp`` serves micro-batches that name none.
         name: instance name.
         cp_comm_type, pp_layer_offset: what ``TransformerLayer`` passes to every attention; unused.
+        stack_layout: the one layout that the attention in the same stack knows, if only one.
 
     Raises:
         TypeError: a config that declares no ``linear_cp_mode``.
-        ValueError: a convolution activation other than SiLU.
+        ValueError: a convolution activation other than SiLU, or a stack of another layout.
     """
 
     def __init__(
@@ -82,8 +83,15 @@ class GatedDeltaNet(_UpstreamGatedDeltaNet):
         name: str | None = None,
         cp_comm_type: str | None = None,
         pp_layer_offset: int | None = None,
+        stack_layout: str | None = None,
     ) -> None:
         check_declares_linear_cp(config)
+        if stack_layout not in (None, config.linear_cp_layout):
+            raise ValueError(
+                f"the config declares linear_cp_layout={config.linear_cp_layout!r} but Megatron-"
+                f"Core's SelfAttention in the same spec knows {stack_layout!r} only; swap it too: "
+                f"use_linear_cp(spec, linear_cp_layout={config.linear_cp_layout!r})"
+            )
         super().__init__(
             config,
             submodules,
@@ -106,13 +114,22 @@ class GatedDeltaNet(_UpstreamGatedDeltaNet):
 
     def reset_parameters(self) -> None:
         """Draw what Megatron-Core's module draws, in ``params_dtype``; then widen the decay."""
-        decay = (self.A_log, self.dt_bias) if self.config.linear_cp_fp32_decay else ()
-        for parameter in decay:
-            parameter.data = parameter.data.to(self.config.params_dtype)
+        if self.config.linear_cp_fp32_decay:
+            for parameter in (self.A_log, self.dt_bias):
+                parameter.data = parameter.data.to(self.config.params_dtype)
         super().reset_parameters()
-        for parameter in decay:
-            if parameter.dtype in _HALVES:
-                parameter.data = parameter.data.float()
+        self._widen_decay()
+
+    def _widen_decay(self) -> None:
+        if self.config.linear_cp_fp32_decay:
+            for parameter in (self.A_log, self.dt_bias):
+                if parameter.dtype in _HALVES:
+                    parameter.data = parameter.data.float()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load as every module does; ``assign=True`` may have put half-precision tensors here."""
+        super()._load_from_state_dict(*args, **kwargs)
+        self._widen_decay()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Convert this module, and leave the decay in float32 where the config asks for it.
@@ -127,7 +144,7 @@ class GatedDeltaNet(_UpstreamGatedDeltaNet):
         def convert(x: torch.Tensor) -> torch.Tensor:
             converted = fn(x)
             if converted.dtype in _HALVES and any(x is kept for kept in wide):
-                return x.to(converted.device)
+                return x.to(converted.device, torch.float32)
             return converted
 
         return super()._apply(convert, recurse)

@@ -145,7 +145,7 @@ def use_linear_cp[Spec](spec: Spec, *, linear_cp_layout: str | None = None) -> S
         spec: a layer spec, a block spec, or a function that returns one.
         linear_cp_layout: what the config declares. With ``"contiguous"`` Megatron-Core's
             ``SelfAttention``, which knows zigzag only, is swapped for ours as well. None means
-            what the config that a function is called with declares, and ``"zigzag"`` for a spec.
+            what the config among a function's arguments declares, and ``"zigzag"`` for a spec.
 
     Returns:
         The same kind of object with every Megatron-Core GatedDeltaNet replaced, at any depth; the
@@ -155,7 +155,7 @@ def use_linear_cp[Spec](spec: Spec, *, linear_cp_layout: str | None = None) -> S
         config that declares no mode, it raises ``TypeError``.
 
     Raises:
-        TypeError: a config instead of a spec.
+        TypeError: a config, or anything else that is no spec.
         ValueError: an unknown layout.
     """
     if linear_cp_layout is not None:
@@ -165,11 +165,17 @@ def use_linear_cp[Spec](spec: Spec, *, linear_cp_layout: str | None = None) -> S
             f"use_linear_cp takes a spec or a function that returns one, got a config, "
             f"{type(spec).__qualname__}; pass what its transformer_layer_spec holds"
         )
-    if isinstance(spec, (ModuleSpec, type)) or _is_dataclass(spec) or not callable(spec):
-        return _swapped(spec, _swaps(linear_cp_layout or "zigzag"))
+    if isinstance(spec, (ModuleSpec, type)) or not callable(spec):
+        if not (isinstance(spec, (type, list, tuple, dict)) or _is_dataclass(spec)):
+            raise TypeError(
+                f"use_linear_cp takes a spec or a function that returns one, got {spec!r}"
+            )
+        return _swapped_whole(spec, linear_cp_layout)
     build: Callable[..., Any] = spec
     if isinstance(build, functools.partial) and build.func is build_spec_with_linear_cp:
-        build = build.args[0]  # swapped already; only the layout may be new
+        # Swapped already; only the layout may be new.
+        build, before = build.args[:2]
+        linear_cp_layout = linear_cp_layout or before
     wrapped = functools.partial(build_spec_with_linear_cp, build, linear_cp_layout)
     return functools.update_wrapper(wrapped, build)  # type: ignore[return-value]
 
@@ -190,13 +196,15 @@ def build_spec_with_linear_cp(
     """
     if vp_stage is not _NOT_GIVEN and _takes(build, "vp_stage"):
         kwargs["vp_stage"] = vp_stage
-    config = args[0] if args else kwargs.get("config")
-    if isinstance(config, TransformerConfig):
-        check_declares_linear_cp(config)
-    declared = getattr(config, "linear_cp_layout", "zigzag")
-    if linear_cp_layout is not None and hasattr(config, "linear_cp_layout"):
-        _check_same_layout(linear_cp_layout, declared)
-    return _swapped(build(*args, **kwargs), _swaps(linear_cp_layout or declared))
+    layout = linear_cp_layout
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, TransformerConfig):
+            check_declares_linear_cp(argument)
+        declared = getattr(argument, "linear_cp_layout", None)
+        if declared is not None:
+            layout = layout or declared
+            _check_same_layout(layout, declared)
+    return _swapped_whole(build(*args, **kwargs), layout)
 
 
 def _takes(build: Callable[..., Any], name: str) -> bool:
@@ -219,7 +227,31 @@ def _swaps(layout: str) -> dict[type, type]:
     return swaps
 
 
-def _swapped(node: Any, swaps: dict[type, type]) -> Any:
+def _swapped_whole(spec: Any, layout: str | None) -> Any:
+    """All of a spec; where no layout is known, its layers are told what their neighbours need."""
+    swaps = _swaps(layout or "zigzag")
+    if layout is None and _mentions(spec, _MegatronSelfAttention):
+        return _swapped(spec, swaps, {"stack_layout": "zigzag"})
+    return _swapped(spec, swaps)
+
+
+def _mentions(node: Any, cls: type) -> bool:
+    location = node.module if isinstance(node, ModuleSpec) else None
+    if isinstance(location, tuple) and _swap_of_location(location, {cls: cls}) is not None:
+        return True
+    if isinstance(node, (list, tuple)):
+        return any(_mentions(item, cls) for item in node)
+    if isinstance(node, dict):
+        return any(_mentions(value, cls) for value in node.values())
+    if isinstance(node, functools.partial):
+        return any(_mentions(item, cls) for item in (node.func, node.args, node.keywords))
+    if _is_dataclass(node):
+        return any(_mentions(getattr(node, f.name), cls) for f in dataclasses.fields(node))
+    return node is cls
+
+
+def _swapped(node: Any, swaps: dict[type, type], params: dict[str, Any] | None = None) -> Any:
+    """A copy with classes swapped; ``params`` go to the specs of our GatedDeltaNet."""
     if isinstance(node, type):
         return swaps.get(node, node)
     if isinstance(node, ModuleSpec) and isinstance(node.module, tuple):
@@ -227,19 +259,25 @@ def _swapped(node: Any, swaps: dict[type, type]) -> Any:
         if ours is not None:
             node = dataclasses.replace(node, module=ours)
     if isinstance(node, (list, tuple)) and not hasattr(node, "_fields"):
-        return type(node)(_swapped(item, swaps) for item in node)
+        return type(node)(_swapped(item, swaps, params) for item in node)
     if isinstance(node, dict):
-        return {key: _swapped(value, swaps) for key, value in node.items()}
+        return {key: _swapped(value, swaps, params) for key, value in node.items()}
     if isinstance(node, functools.partial):
-        positional = [_swapped(value, swaps) for value in node.args]
-        keywords = {key: _swapped(value, swaps) for key, value in node.keywords.items()}
-        return functools.partial(_swapped(node.func, swaps), *positional, **keywords)
+        positional = [_swapped(value, swaps, params) for value in node.args]
+        keywords = {key: _swapped(value, swaps, params) for key, value in node.keywords.items()}
+        return functools.partial(_swapped(node.func, swaps, params), *positional, **keywords)
     if _is_dataclass(node):
         changes = {
-            field.name: _swapped(getattr(node, field.name), swaps)
+            field.name: _swapped(getattr(node, field.name), swaps, params)
             for field in dataclasses.fields(node)
             if field.init
         }
+        if isinstance(node, ModuleSpec) and changes["module"] is GatedDeltaNet:
+            # What an earlier call said of the neighbours does not hold after this one.
+            changes["params"] = {
+                **{key: x for key, x in changes["params"].items() if key != "stack_layout"},
+                **(params or {}),
+            }
         return dataclasses.replace(node, **changes)
     return node
 

@@ -138,10 +138,17 @@ def resolve_cu_seqlens(packed_seq_params: PackedSeqParams) -> torch.Tensor:
         )
     if query is not key and not torch.equal(query, key):
         raise ValueError(
-            f"q and kv boundaries differ: {query.tolist()} and {key.tolist()}; linear attention "
-            "needs them equal"
+            f"q and kv boundaries differ{_first_difference(query, key)}; linear attention needs "
+            "them equal"
         )
     return query
+
+
+def _first_difference(query: torch.Tensor, key: torch.Tensor) -> str:
+    if query.shape != key.shape:
+        return f": {query.numel()} and {key.numel()} of them"
+    at = int((query != key).nonzero()[0])
+    return f" at {at}: {int(query[at])} and {int(key[at])}"
 
 
 def plan_for(
@@ -419,8 +426,8 @@ def _check_real_boundaries(params: PackedSeqParams) -> None:
         and not torch.equal(real_q, real_kv)
     ):
         raise ValueError(
-            f"q and kv boundaries differ: {real_q.tolist()} and {real_kv.tolist()}; linear "
-            "attention needs them equal"
+            f"q and kv boundaries differ{_first_difference(real_q, real_kv)}; linear attention "
+            "needs them equal"
         )
     for side in ("q", "kv"):
         padded = getattr(params, f"cu_seqlens_{side}_padded")

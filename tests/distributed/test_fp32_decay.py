@@ -87,6 +87,12 @@ def check_other_conversions() -> None:
     assert layer.conv1d.weight.dtype == layer.conv1d.weight.grad.dtype == torch.bfloat16
     layer.double()
     assert {p.dtype for p in layer.parameters()} == {torch.float64}
+    layer.bfloat16()
+    assert {getattr(layer, n).dtype for n in DECAY} == {torch.float32}
+    halves = {n: p.data.bfloat16() for n, p in layer.named_parameters()}
+    layer.load_state_dict(halves, strict=False, assign=True)
+    assert {getattr(layer, n).dtype for n in DECAY} == {torch.float32}
+    assert all(torch.equal(getattr(layer, n), halves[n].float()) for n in DECAY)
     # As Megatron's scripts do with a model that was built on the meta device.
     model, _ = make_model(**BF16, linear_cp_fp32_decay=True)
     layer = next(m for m in model.modules() if isinstance(m, GatedDeltaNet))

@@ -141,7 +141,7 @@ REFUSALS = {
         "boundaries end at 16 but the packed buffer holds 8 tokens on each of 4 ranks = 32"
     ),
     "boundaries missing": "packed (thd) input without boundaries",
-    "q and kv differ": "q and kv boundaries differ: [0, 16, 32] and [0, 32]",
+    "q and kv differ": "q and kv boundaries differ: 3 and 2 of them",
     "padded and real differ in number": (
         "cu_seqlens_q has 2 sequences but cu_seqlens_q_padded has 1"
     ),

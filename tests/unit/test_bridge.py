@@ -233,6 +233,27 @@ def test_unusual_metaclasses() -> None:
     assert vars(provider) == before
 
 
+def test_fields_of_ours_and_values_for_init_only() -> None:
+    @dataclasses.dataclass
+    class Taken(StandInProvider):
+        linear_cp_mode: str = "mine"
+
+    with pytest.raises(TypeError, match=r"Taken cannot be extended .*linear_cp_mode"):
+        with_linear_cp(Taken(**HYBRID_MODEL | QWEN3_NEXT), "chunkwise")
+
+    @dataclasses.dataclass
+    class Scaled(StandInProvider):
+        scale: dataclasses.InitVar[int] = 1
+
+        def __post_init__(self, scale: int) -> None:
+            super().__post_init__()
+            self.seq_length *= scale
+
+    provider = with_linear_cp(Scaled(**HYBRID_MODEL | QWEN3_NEXT | {"seq_length": 8}), "chunkwise")
+    again = dataclasses.replace(provider, scale=2)
+    assert (again.seq_length, again.linear_cp_mode) == (16, "chunkwise")
+
+
 @dataclasses.dataclass
 class LockedProvider(StandInProvider):
     """Frozen once it is final; a frozen dataclass cannot derive from Megatron-Core's config."""

@@ -98,6 +98,36 @@ def test_contiguous_layout_follows_the_config() -> None:
         use_linear_cp(spec, linear_cp_layout="zigzag")(provider)
 
 
+def named_spec(name: str, settings: Any, *, again: Any = None) -> Any:
+    return hybrid_spec(settings, pp_rank=0)
+
+
+@dataclasses.dataclass
+class SpecBuilder:
+    """A function object that happens to be a dataclass."""
+
+    pp_rank: int = 0
+
+    def __call__(self, settings: Any) -> Any:
+        return hybrid_spec(settings, pp_rank=self.pp_rank)
+
+
+def test_the_config_is_found_wherever_it_stands() -> None:
+    provider = with_linear_cp(make_provider(num_layers=4), "chunkwise")
+    with_linear_cp(provider, "chunkwise", linear_cp_layout="contiguous")
+    provider.finalize()
+    contiguous = [GatedDeltaNet] * 3 + [SelfAttention]
+    build = use_linear_cp(named_spec)
+    assert modules(build("qwen", provider)) == contiguous
+    assert modules(build("qwen", settings=provider)) == contiguous
+    assert modules(use_linear_cp(SpecBuilder())(provider)) == contiguous
+    with pytest.raises(TypeError, match="declares no linear_cp_mode"):
+        build("qwen", make_provider(num_layers=4))
+    other = with_linear_cp(make_provider(num_layers=4), "chunkwise")
+    with pytest.raises(ValueError, match="linear_cp_layout='contiguous' but the config declares"):
+        build("qwen", provider, again=other)
+
+
 def test_locations_and_partials_are_swapped_like_classes() -> None:
     attention = get_gated_delta_net_module_spec(with_linear_cp(make_provider(), "chunkwise"))
     for there, here, layout in (
@@ -111,7 +141,18 @@ def test_locations_and_partials_are_swapped_like_classes() -> None:
     inside = [functools.partial(UpstreamGatedDeltaNet, bias=True)]
     [swapped] = use_linear_cp(inside)
     assert (swapped.func, swapped.keywords) == (GatedDeltaNet, {"bias": True})
-    assert use_linear_cp(None) is None
+
+
+@pytest.mark.parametrize("nothing", [None, 5, "spec"], ids=repr)
+def test_what_is_no_spec_is_refused(nothing: Any) -> None:
+    with pytest.raises(TypeError, match=f"a function that returns one, got {nothing!r}"):
+        use_linear_cp(nothing)
+
+
+def test_a_layout_given_to_an_inner_wrap_stays() -> None:
+    block = hybrid_spec(with_linear_cp(make_provider(num_layers=4), "chunkwise"), pp_rank=0)
+    twice = use_linear_cp(use_linear_cp(lambda: block, linear_cp_layout="contiguous"))
+    assert modules(twice()) == [GatedDeltaNet] * 3 + [SelfAttention]
 
 
 def test_a_provider_is_no_spec() -> None:

@@ -184,6 +184,12 @@ def test_base_checks_still_run_for_gdn() -> None:
         make_config(num_query_groups=5, tensor_model_parallel_size=2)
 
 
+@pytest.mark.parametrize("value", ["false", None, 1])
+def test_decay_flag_is_a_bool(value: Any) -> None:
+    with pytest.raises(ValueError, match=f"linear_cp_fp32_decay={value!r} is neither"):
+        make_config(linear_cp_fp32_decay=value)
+
+
 @pytest.mark.parametrize("impl", ["local", "transformer_engine", "full_iteration"])
 def test_cuda_graphs_of_megatron_core(impl: str) -> None:
     """They hold for one group and the exchange that is made for them."""

@@ -121,10 +121,10 @@ def upstream_layer(module: Any = UpstreamGatedDeltaNet) -> ModuleSpec:
     )
 
 
-def check_swapped(layer: ModuleSpec) -> None:
+def check_swapped(layer: ModuleSpec, **params: str) -> None:
     attention = layer.submodules.self_attention
     assert attention.module is GatedDeltaNet
-    assert attention.params == {"A_init_range": (2, 3)}
+    assert attention.params == {"A_init_range": (2, 3), **params}
     assert attention.submodules.in_proj is ColumnParallelLinear
     assert attention.metainfo == {"fuse_input_layernorm": True}
     assert layer.submodules.sharded_state_dict_keys_map == {"a": "b"}
@@ -147,7 +147,7 @@ def test_use_linear_cp_on_a_block() -> None:
     block = TransformerBlockSubmodules(layer_specs=[upstream_layer(), softmax], layer_norm=RMSNorm)
     swapped = use_linear_cp(block)
     assert isinstance(swapped, TransformerBlockSubmodules)
-    check_swapped(swapped.layer_specs[0])
+    check_swapped(swapped.layer_specs[0], stack_layout="zigzag")
     assert (
         swapped.layer_specs[1].submodules.self_attention.module
         is softmax.submodules.self_attention.module
@@ -204,3 +204,32 @@ def test_config_that_declares_no_mode_is_noticed() -> None:
     config = Upstream(num_layers=1, hidden_size=16, num_attention_heads=2)
     with pytest.raises(TypeError, match="declares no linear_cp_mode"):
         GatedDeltaNet(config, GatedDeltaNetSubmodules(), pg_collection=None)
+
+
+@pytest.mark.parametrize("attention", [MegatronSelfAttention, "location"], ids=["class", "place"])
+def test_forgotten_layout_is_refused_when_the_layer_is_built(attention: Any) -> None:
+    """Megatron-Core's attention would take contiguous tokens for zigzag, and say nothing."""
+    if attention == "location":
+        attention = (MegatronSelfAttention.__module__, "SelfAttention")
+    layers = [upstream_layer(), upstream_layer(attention)]
+    block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=None)
+    config = make_config(linear_cp_layout="contiguous")
+
+    def build(swapped: TransformerBlockSubmodules) -> None:
+        spec = swapped.layer_specs[0].submodules.self_attention
+        spec.module(config, spec.submodules, **spec.params)
+
+    forgotten = use_linear_cp(block)
+    with pytest.raises(ValueError, match=r"use_linear_cp\(spec, linear_cp_layout='contiguous'\)"):
+        build(forgotten)
+    config.linear_cp_layout = "zigzag"
+    assert forgotten.layer_specs[0].submodules.self_attention.params["stack_layout"] == "zigzag"
+    for right in (
+        use_linear_cp(block, linear_cp_layout="contiguous"),
+        use_linear_cp(forgotten, linear_cp_layout="contiguous"),
+        use_linear_cp(lambda settings: block)(make_config(linear_cp_layout="contiguous")),
+    ):
+        check_swapped(right.layer_specs[0])
+        assert right.layer_specs[1].submodules.self_attention.module is SelfAttention
+    # Softmax attention elsewhere, or none, is nobody's business.
+    check_swapped(use_linear_cp(upstream_layer()))
