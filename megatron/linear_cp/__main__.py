@@ -3,6 +3,7 @@
 
 import argparse
 import importlib
+import logging
 import sys
 import warnings
 from typing import Any
@@ -21,6 +22,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m megatron.linear_cp", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="versions, known faults, and a numeric self-test")
+    # Says on every machine without a GPU that it has none.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")  # of optional packages that are not installed
     chosen = sys.argv[1] if len(sys.argv) > 1 else ""
     tool: Any = None

@@ -4,6 +4,7 @@
 import argparse
 import json
 import math
+import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -123,7 +124,7 @@ def main(arguments: argparse.Namespace) -> int:
                 planner.picture(workload, arguments.tp, arguments.cp)
             )
     except (OSError, ValueError) as error:
-        print(f"inspect: {error}")
+        print(f"inspect: {error}", file=sys.stderr)
         return 2
     print(json.dumps(as_json(report), indent=2) if arguments.json else text(report, arguments.cp))
     return int(planner.recommended(report.options) is None)
@@ -136,6 +137,8 @@ def inspect_batch(batch: SavedBatch, arguments: argparse.Namespace) -> Report:
         ValueError: an option that makes no sense, or a micro-batch of no tokens.
     """
     params, cp, tp = batch.params, arguments.cp, arguments.tp
+    if arguments.local_tokens is not None and arguments.local_tokens < 1:
+        raise ValueError(f"--local-tokens must be at least 1, got {arguments.local_tokens}")
     planner.make_workload(arguments, [1])  # the options are checked before the file is judged
     kind = f"{batch.kind}, qkv_format {params.qkv_format}"
     report = Report(f"{arguments.file}: {kind}", notes=[f"assumed: {x}" for x in batch.assumed])
@@ -351,7 +354,7 @@ def _sequence_lines(sequences: list[Sequence], cp: int) -> list[str]:
     misfits = [i for i, s in enumerate(sequences) if s.missing]
     lengths = sorted(s.real for s in sequences)
     lines = [
-        f"{len(sequences)} sequences of {lengths[0]} to {lengths[-1]} tokens"
+        f"{planner.counted(len(sequences), 'sequence')} of {lengths[0]} to {lengths[-1]} tokens"
         + (f", {empty} of them empty" if empty else ""),
         f"{stored} rows stored, {real} tokens, {stored - real} rows of padding "
         f"({100 * (stored - real) / max(stored, 1):.1f} %)",
@@ -382,7 +385,7 @@ def _rank_line(rank: int, share: RankShare) -> str:
     return (
         f"  rank {rank}: {share.tokens} rows, {share.real} tokens; "
         f"sends {', '.join(sends) or 'nothing'}\n"
-        f"    {len(share.segments)} segments: {' '.join(spans)}"
+        f"    {planner.counted(len(share.segments), 'segment')}: {' '.join(spans)}"
     )
 
 

@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,6 +23,10 @@ from megatron.linear_cp.layout import (
 from megatron.linear_cp.modes.heads import BUILT_IN_MODES, check_heads
 
 _MAX_TOKENS = 2**40
+# Routes between all pairs of ranks are listed for every option: time grows with the square.
+_MAX_CP = 512
+# Their products, times the tokens, must stay within floats and 64-bit counts.
+_MAX_SIZE = 2**20
 _COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#eeca3b", "#9d755d")
 
 
@@ -222,7 +227,7 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.picture:
             Path(arguments.picture).write_text(picture(workload, arguments.tp, arguments.cp))
     except (OSError, ValueError) as error:
-        print(f"plan: {error}")
+        print(f"plan: {error}", file=sys.stderr)
         return 2
     if arguments.json:
         print(json.dumps(as_json(found), indent=2))
@@ -231,11 +236,16 @@ def main(arguments: argparse.Namespace) -> int:
     return int(recommended(found) is None)
 
 
+def counted(number: int, noun: str) -> str:
+    """The number with its noun, as one says it."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def heading(workload: Workload, tp: int, cp: int) -> str:
     """What the table is about."""
     return (
-        f"{len(workload.lengths)} sequences, {sum(workload.lengths)} tokens, TP {tp}, CP {cp}; "
-        "one layer, forward and backward, busiest rank"
+        f"{counted(len(workload.lengths), 'sequence')}, {sum(workload.lengths)} tokens, "
+        f"TP {tp}, CP {cp}; one layer, forward and backward, busiest rank"
     )
 
 
@@ -255,8 +265,11 @@ def make_workload(arguments: argparse.Namespace, lengths: Sequence[int]) -> Work
         ValueError: an option that makes no sense, or more tokens than a micro-batch can have.
     """
     for name in ("tp", "cp", "hidden", "conv"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(arguments, name)}")
+        value, most = getattr(arguments, name), _MAX_CP if name == "cp" else _MAX_SIZE
+        if value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+        if value > most:
+            raise ValueError(f"--{name} must be at most {most}, got {value}")
     if not 0 < sum(lengths) <= _MAX_TOKENS:
         raise ValueError(
             f"the micro-batch adds up to {sum(lengths)} tokens; it may have 1 to {_MAX_TOKENS}"
@@ -295,7 +308,12 @@ def _machine(arguments: argparse.Namespace) -> Machine:
 
 
 def _read_lengths(file: str) -> list[int]:
-    words = Path(file).read_text().replace(",", " ").split()
+    try:
+        words = Path(file).read_text(encoding="utf-8").replace(",", " ").split()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{file} is not UTF-8 text: {error}; save the lengths as plain text"
+        ) from error
     bad = next((word for word in words if not word.isdecimal()), None)
     if bad is not None or not words:
         raise ValueError(
@@ -309,4 +327,6 @@ def _pair(flag: str, text: str) -> tuple[int, int]:
     first, _, second = text.partition("/")
     if not (first.isdecimal() and second.isdecimal() and int(first) and int(second)):
         raise ValueError(f"{flag} must be two numbers such as 16/32, got {text!r}")
+    if max(int(first), int(second)) > _MAX_SIZE:
+        raise ValueError(f"{flag} must be two numbers of at most {_MAX_SIZE}, got {text!r}")
     return int(first), int(second)

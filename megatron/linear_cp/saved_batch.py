@@ -2,9 +2,8 @@
 """Read the boundaries of a micro-batch that a training run saved, for ``inspect``."""
 
 import json
-import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ def load_batch(path: str | Path) -> SavedBatch:
     if isinstance(value, Mapping) and "packed_seq_params" in value:
         value = value["packed_seq_params"]
     if isinstance(value, PackedSeqParams):
-        return SavedBatch(value, "PackedSeqParams")
+        return SavedBatch(_checked(path, value), "PackedSeqParams")
     if isinstance(value, PackedBatch):
         value, kind = {n: getattr(value, n) for n in _ONE_SIDE}, "PackedBatch"
     elif isinstance(value, Mapping):
@@ -75,7 +74,7 @@ def load_batch(path: str | Path) -> SavedBatch:
 def _read_json(path: str | Path, data: bytes) -> Any:
     try:
         return json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} looks like JSON and is not: {error}") from error
 
 
@@ -83,7 +82,9 @@ def _read_torch(path: str | Path) -> Any:
     with torch.serialization.safe_globals([PackedSeqParams, PackedBatch, _Plans]):
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        except OSError:
+            raise
+        except Exception as error:  # a broken file fails in any of many ways in the unpickler
             foreign = _foreign_classes(path)
             if foreign:
                 raise ValueError(
@@ -124,7 +125,40 @@ def _from_mapping(path: str | Path, values: Mapping[str, Any], kind: str) -> Sav
             assumed.append(f"{key} equal to {query}")
     size = found.get("local_cp_size")
     params = PackedSeqParams(qkv_format=found["qkv_format"], local_cp_size=size, **tensors)
-    return SavedBatch(params, kind, tuple(assumed))
+    return SavedBatch(_checked(path, params), kind, tuple(assumed))
+
+
+def _checked(path: str | Path, params: PackedSeqParams) -> PackedSeqParams:
+    """The same with plain tensors, if its fields are of types that can be judged at all."""
+    size = params.local_cp_size
+    if size is not None and (type(size) is not int or size < 1):
+        raise ValueError(
+            f"{path}: local_cp_size must be a whole number of at least 1, got {size!r:.60}; leave "
+            "it out and give --cp"
+        )
+    tensors = {name: getattr(params, name) for name in FIELDS}
+    return replace(
+        params, **{n: _plain_row(path, n, x) for n, x in tensors.items() if x is not None}
+    )
+
+
+def _plain_row(path: str | Path, name: str, value: Any) -> torch.Tensor:
+    works = "a dense integer tensor of shape [S + 1] on the CPU or a GPU works, e.g. [0, 16, 40]"
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{path}: {name} must be a tensor, got {value!r:.60}; {works}")
+    if value.layout != torch.strided or value.is_meta or value.is_complex() or value.is_quantized:
+        raise ValueError(
+            f"{path}: {name} has no plain values to read: layout {value.layout}, device "
+            f"{value.device}, dtype {value.dtype}; {works}"
+        )
+    if value.ndim == 0 or value.numel() == 0:
+        raise ValueError(
+            f"{path}: {name} must be a row of boundaries, got shape {list(value.shape)}; {works}"
+        )
+    value = value.detach()
+    if value.is_floating_point() and not torch.isfinite(value).all():
+        raise ValueError(f"{path}: {name} has values that are not finite numbers; {works}")
+    return value
 
 
 def _boundaries(path: str | Path, name: str, value: Any) -> torch.Tensor:
@@ -132,7 +166,7 @@ def _boundaries(path: str | Path, name: str, value: Any) -> torch.Tensor:
         return value
     try:
         return torch.tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"{path}: {name} is not one row of numbers, got {value!r:.60}") from error
 
 

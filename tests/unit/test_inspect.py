@@ -234,7 +234,8 @@ MALFORMED = {
     "no format": (params([0, 8]), "qkv_format None and boundaries", ""),
     "empty": (PackedSeqParams(qkv_format="thd"), "without boundaries", ""),
 }
-MALFORMED["floats"][0].cu_seqlens_q = MALFORMED["floats"][0].cu_seqlens_kv = torch.zeros(2)
+MALFORMED["floats"][0].cu_seqlens_q = torch.zeros(2, requires_grad=True)
+MALFORMED["floats"][0].cu_seqlens_kv = torch.nn.Parameter(torch.zeros(2))
 MALFORMED["no format"][0].qkv_format = None
 
 
@@ -272,6 +273,26 @@ class Foreign:
         (b'["a", 2]', ("--cp", "2"), "cu_seqlens_q is not one row of numbers"),
         (b"[0, 8]", (), "does not say its CP size: give it with --cp"),
         (b"[0, 8]", ("--cp", "0"), "--cp must be at least 1, got 0"),
+        (b"[0, 8]", ("--cp", "1000000"), "--cp must be at most 512, got 1000000"),
+        (b"[0, 8]", ("--cp", "2", "--local-tokens", "0"), "--local-tokens must be at least 1"),
+        (b"[]", ("--cp", "2"), "must be a row of boundaries, got shape [0]"),
+        (b'{"cu_seqlens_q": 5}', ("--cp", "2"), "must be a row of boundaries, got shape []"),
+        (b"[0, Infinity]", ("--cp", "2", "--json"), "batch: cu_seqlens_q"),
+        (b"[" * 100_000, ("--cp", "2"), "looks like JSON and is not"),
+        (b"a,b\n1,2\n", ("--cp", "2"), "neither JSON nor a whole file of torch.save"),
+        (b"tensor([0, 16, 40])", ("--cp", "2"), "neither JSON nor a whole file of torch.save"),
+        (b'{"cu_seqlens_q": [0, 8], "local_cp_size": "2"}', (), "local_cp_size must be a whole"),
+        (b'{"cu_seqlens_q": [0, 8], "local_cp_size": 2.0}', (), "local_cp_size must be a whole"),
+        (b'{"cu_seqlens_q": [0, 8], "local_cp_size": true}', (), "local_cp_size must be a whole"),
+        (params([0, 8], local_cp_size=torch.tensor(2)), (), "local_cp_size must be a whole"),
+        (
+            PackedSeqParams(qkv_format="thd", cu_seqlens_q=[0, 8], cu_seqlens_kv=[0, 8]),
+            ("--cp", "2"),
+            "cu_seqlens_q must be a tensor, got [0, 8]",
+        ),
+        (torch.zeros(2, device="meta"), ("--cp", "2"), "no plain values to read"),
+        (torch.ones(2).to_sparse(), ("--cp", "2"), "no plain values to read"),
+        (torch.ones(2, dtype=torch.complex64), ("--cp", "2"), "no plain values to read"),
         (b"[0, 0]", ("--cp", "2"), "adds up to 0 tokens"),
         (b"[0, 8]", ("--cp", "2", "--picture", "/nowhere/x.svg"), "/nowhere/x.svg"),
     ],
@@ -289,12 +310,13 @@ def test_bad_input_is_named(
     else:
         torch.save(content, file)
     assert run(str(file), *flags) == 2
-    assert message in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert message in said.err and not said.out
 
 
 def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(str(tmp_path / "none.pt"), "--cp", "2") == 2
-    assert "none.pt" in capsys.readouterr().out
+    assert "none.pt" in capsys.readouterr().err
 
 
 def test_many_sequences_are_shortened_but_not_those_that_fail(

@@ -106,6 +106,9 @@ def test_profiles_and_what_overrides_them(
         ("64", ("--cp", "2", "--conv", "0"), "--conv must be at least 1, got 0"),
         ("64", ("--cp", "2", "--picture", "/nowhere/x.svg"), "/nowhere/x.svg"),
         ("64", ("--cp", "0"), "--cp must be at least 1, got 0"),
+        ("2000000", ("--cp", "1000000"), "--cp must be at most 512, got 1000000"),
+        ("64", ("--cp", "2", "--hidden", "9" * 20), f"--hidden must be at most {2**20}"),
+        ("64", ("--cp", "2", "--heads", f"{'9' * 20}/{'9' * 20}"), f"numbers of at most {2**20}"),
         ("64", ("--cp", "2", "--heads", "16x32"), "--heads must be two numbers such as 16/32"),
     ],
 )
@@ -116,8 +119,22 @@ def test_bad_input_is_named(
     flags: tuple[str, ...],
     message: str,
 ) -> None:
-    assert run(tmp_path, lengths, *flags) == 2
-    assert message in capsys.readouterr().out
+    assert run(tmp_path, lengths, *flags, "--json") == 2
+    said = capsys.readouterr()
+    assert message in said.err and not said.out
+
+
+def test_lengths_that_are_not_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "lengths.bin"
+    file.write_bytes(b"\xff\xfe8")
+    parser = argparse.ArgumentParser()
+    planner.add_arguments(parser)
+    assert planner.main(parser.parse_args(["--lengths", str(file), "--cp", "2"])) == 2
+    assert f"{file} is not UTF-8 text" in capsys.readouterr().err
+
+
+def test_one_sequence_is_no_plural() -> None:
+    assert "1 sequence, 64 tokens" in planner.heading(Workload(lengths=[64]), 1, 2)
 
 
 def test_the_command(tmp_path: Path) -> None:
