@@ -104,7 +104,7 @@ UNSEEN = (
     Unseen(
         _of(_CONFIG, "__post_init__"),
         "config.py",
-        "super().__post_init__()",
+        "super().__post_init__(*init_values)",
         "the mixin meets the class it precedes only when both are combined",
     ),
     Unseen(

@@ -103,7 +103,7 @@ class TestBoundaries:
 
     def test_q_and_kv_differ(self) -> None:
         other = torch.tensor([0, 4, 8], dtype=torch.int32)
-        with pytest.raises(ValueError, match=r"differ: \[0, 8\] and \[0, 4, 8\]"):
+        with pytest.raises(ValueError, match=r"differ: 2 and 3 of them"):
             plan(packed([0, 8], cu_seqlens_kv=other), group_of(2), 4)
 
     def test_do_not_end_at_the_buffer(self) -> None:
@@ -116,7 +116,7 @@ class TestBoundaries:
         padded = torch.tensor([0, 40])
         params = packed([0, 30], cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded)
         params.cu_seqlens_kv = torch.tensor([0, 3])
-        with pytest.raises(ValueError, match=r"differ: \[0, 30\] and \[0, 3\]"):
+        with pytest.raises(ValueError, match=r"differ at 1: 30 and 3"):
             plan(params, group_of(2), 20)
 
     @pytest.mark.parametrize("qkv_format", [None, "THD", "packed"])
