@@ -15,14 +15,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet as UpstreamGatedDeltaNet
-from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron.linear_cp import GatedDeltaNet, TransformerConfig, get_gated_delta_net_module_spec
+from megatron.linear_cp.testing.upstream import upstream_gated_delta_net
 
 Step = Callable[[], None]
 
@@ -45,17 +43,7 @@ def make_modules() -> tuple[torch.nn.Module, torch.nn.Module]:
         gradient_accumulation_fusion=False,
     )
     groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-    backend = LocalSpecProvider()
-    upstream = UpstreamGatedDeltaNet(
-        config,
-        GatedDeltaNetSubmodules(
-            in_proj=backend.column_parallel_linear(),
-            out_norm=backend.layer_norm(rms_norm=True),
-            out_proj=backend.row_parallel_linear(),
-        ),
-        layer_number=1,
-        pg_collection=groups,
-    )
+    upstream = upstream_gated_delta_net(config, groups)
     spec = get_gated_delta_net_module_spec(config)
     ours = GatedDeltaNet(config, spec.submodules, layer_number=1, pg_collection=groups)
     ours.load_state_dict(upstream.state_dict())

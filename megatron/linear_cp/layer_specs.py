@@ -274,10 +274,8 @@ def _swapped(node: Any, swaps: dict[type, type], params: dict[str, Any] | None =
         }
         if isinstance(node, ModuleSpec) and changes["module"] is GatedDeltaNet:
             # What an earlier call said of the neighbours does not hold after this one.
-            changes["params"] = {
-                **{key: x for key, x in changes["params"].items() if key != "stack_layout"},
-                **(params or {}),
-            }
+            kept = {k: x for k, x in (changes["params"] or {}).items() if k != "stack_layout"}
+            changes["params"] = kept | (params or {})
         return dataclasses.replace(node, **changes)
     return node
 

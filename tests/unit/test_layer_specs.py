@@ -231,5 +231,10 @@ def test_forgotten_layout_is_refused_when_the_layer_is_built(attention: Any) -> 
     ):
         check_swapped(right.layer_specs[0])
         assert right.layer_specs[1].submodules.self_attention.module is SelfAttention
+    # Specs may come without parameters.
+    block.layer_specs[0].submodules.self_attention.params = None
+    assert use_linear_cp(block).layer_specs[0].submodules.self_attention.params == {
+        "stack_layout": "zigzag"
+    }
     # Softmax attention elsewhere, or none, is nobody's business.
     check_swapped(use_linear_cp(upstream_layer()))

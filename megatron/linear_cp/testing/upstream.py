@@ -27,20 +27,24 @@ from megatron.linear_cp.testing.module import (
 UPSTREAM_MODULES = ("megatron.core.ssm.gated_delta_net", "megatron.core.ssm.gated_delta_net.common")
 
 
+def upstream_gated_delta_net(
+    config: TransformerConfig, groups: Any, *, conv_bias: bool = False
+) -> UpstreamGatedDeltaNet:
+    """Megatron-Core's module on its local linear and norm modules, as layer 1."""
+    backend = LocalSpecProvider()
+    submodules = GatedDeltaNetSubmodules(
+        in_proj=backend.column_parallel_linear(),
+        out_norm=backend.layer_norm(rms_norm=True),
+        out_proj=backend.row_parallel_linear(),
+    )
+    return UpstreamGatedDeltaNet(
+        config, submodules, layer_number=1, conv_bias=conv_bias, pg_collection=groups
+    )
+
+
 def build_upstream_module(case: ModuleCase, config: TransformerConfig, groups: Any) -> Any:
     """Megatron-Core's module with the weights of ``build_module``, at one tensor-parallel rank."""
-    backend = LocalSpecProvider()
-    module = UpstreamGatedDeltaNet(
-        config,
-        GatedDeltaNetSubmodules(
-            in_proj=backend.column_parallel_linear(),
-            out_norm=backend.layer_norm(rms_norm=True),
-            out_proj=backend.row_parallel_linear(),
-        ),
-        layer_number=1,
-        conv_bias=True,
-        pg_collection=groups,
-    )
+    module = upstream_gated_delta_net(config, groups, conv_bias=True)
     state = make_state(case)
     wide = ("A_log", "dt_bias") if config.linear_cp_fp32_decay else ()
     for name, parameter in module.named_parameters():
