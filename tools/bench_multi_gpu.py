@@ -4,11 +4,12 @@
     torchrun --nproc-per-node 4 tools/bench_multi_gpu.py --tokens 32768 131072 524288
 
 For each global length and number of sequences, one GDN layer (Qwen3-Next sizes, bf16) and a block
-of 3 GDN layers and softmax attention, MLPs left out: forward and backward in ms (median of the
-slowest rank), peak memory of a step, bytes sent, share of the time that NCCL kernels run, and host
-syncs of a step. Ratios are against "upstream's scheme" and, as parallel efficiency, against one GPU
-that runs the whole input alone. Outputs and input gradients are compared with those of one GPU
-before anything is timed. Needs fla-core; ``--json FILE`` keeps the table.
+of 3 GDN layers and softmax attention, MLPs left out: forward and backward in ms (of ``--steps``
+that follow each other like the layers of a model; median of the slowest rank), peak memory of a
+step, bytes sent, share of the time that NCCL kernels run, and host syncs of a step. Ratios are
+against "upstream's scheme" and, as parallel efficiency, against one GPU that runs the whole input
+alone. Outputs and input gradients are compared with those of one GPU before anything is timed.
+Needs fla-core; ``--json FILE`` keeps the table.
 """
 
 import argparse
@@ -178,8 +179,13 @@ def synchronises(step: Callable[[], Any]) -> bool:
     return False
 
 
-def measure(step: Callable[[], Any], rounds: int) -> dict[str, float]:
+def measure(step: Callable[[], Any], rounds: int, steps: int) -> dict[str, float]:
     """Of this rank; the steps of all ranks start together."""
+
+    def several() -> None:
+        for _ in range(steps):
+            step()
+
     for _ in range(2):
         step()
     with count_traffic() as traffic:
@@ -187,7 +193,7 @@ def measure(step: Callable[[], Any], rounds: int) -> dict[str, float]:
     times = []
     for _ in range(rounds):
         dist.barrier()
-        times.append(median_ms(lambda: (step(), None)[1], 1))
+        times.append(median_ms(several, 1) / steps)
     milliseconds = sorted(times)[rounds // 2]
     return {
         "ms": milliseconds,
@@ -206,7 +212,7 @@ def slowest(mine: dict[str, float]) -> dict[str, float]:
 
 
 def compare(
-    bounds: list[int], layers: int, rounds: int, schemes: list[str]
+    bounds: list[int], layers: int, rounds: int, steps: int, schemes: list[str]
 ) -> list[dict[str, Any]]:
     """One row a scheme, after one for a GPU that runs everything."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -216,7 +222,7 @@ def compare(
     step = step_of(make_stack("chunkwise, states", alone, layers), hidden, grad, packed(bounds))
     wanted = step()
     rows: list[dict[str, Any]] = []
-    rows.append({"scheme": "one GPU", "difference": 0.0} | slowest(measure(step, rounds)))
+    rows.append({"scheme": "one GPU", "difference": 0.0} | slowest(measure(step, rounds, steps)))
     del step
     for scheme in schemes:
         index = rank_indices(token_ranges(bounds, world, SCHEMES[scheme][1]), rank)
@@ -226,7 +232,7 @@ def compare(
         pairs = zip(step(), wanted, strict=True)
         difference = max(relative_rms(got, want[mine]) for got, want in pairs)
         rows.append(
-            {"scheme": scheme} | slowest({"difference": difference, **measure(step, rounds)})
+            {"scheme": scheme} | slowest({"difference": difference, **measure(step, rounds, steps)})
         )
         del step, stack
         torch.cuda.empty_cache()
@@ -256,6 +262,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 4], choices=[1, 4])
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=list(SCHEMES))
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=4, help="in each round")
     parser.add_argument("--json", help="also write all rows to this file")
     arguments = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -269,7 +276,7 @@ def main() -> int:
         for tokens in arguments.tokens:
             for sequences in arguments.sequences:
                 bounds = boundaries(tokens, sequences, 2 * world)
-                rows = compare(bounds, layers, arguments.rounds, arguments.schemes)
+                rows = compare(bounds, layers, arguments.rounds, arguments.steps, arguments.schemes)
                 case = {"layers": layers, "tokens": tokens, "sequences": sequences, "ranks": world}
                 table += [case | row for row in rows]
                 if dist.get_rank() == 0:

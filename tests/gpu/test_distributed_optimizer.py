@@ -51,7 +51,7 @@ def results_of(cp: int, dtype: str, folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.timeout(360)
 def test_trains_as_the_ordinary_optimizer(cp: int, dtype: str, folder: Path) -> None:
     for result in results_of(cp, dtype, folder):
-        check_same_training(result, cp, dtype)
+        check_same_training(result, cp)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -67,4 +67,4 @@ def test_decay_stays_in_float32(cp: int, dtype: str, folder: Path) -> None:
 @pytest.mark.timeout(360)
 def test_resumes_from_files(cp: int, dtype: str, folder: Path) -> None:
     for result in results_of(cp, dtype, folder):
-        check_resumed(result, dtype)
+        check_resumed(result)

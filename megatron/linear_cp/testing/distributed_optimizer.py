@@ -37,8 +37,10 @@ DTYPES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": True, "params_dtype": torch.bfloat16, "linear_cp_fp32_decay": True},
 }
-# Sums in another order; in bf16 a weight near a rounding boundary ends on its other side.
-GATES = {"fp32": 1e-5, "bf16": 1e-3}
+# The norm of all gradients is summed in another order, so where it clips, its last bit differs. Of
+# that bf16 makes whole roundings of weights, steps later 2e-3 of a loss: there it is compared only.
+CLIP = {"fp32": 1.0, "bf16": 1e9}
+GATE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Trainer:
         model_parallel_cuda_manual_seed(11)
         torch.manual_seed(11)
         self.device = job.device
+        self.norms: list[float] = []
         config = hybrid_config(
             "chunkwise",
             **job.sizes,
@@ -97,7 +100,7 @@ class Trainer:
             lr=5e-3,
             adam_eps=1e-4,
             weight_decay=0.01,
-            clip_grad=1.0,
+            clip_grad=CLIP[job.dtype],
             bf16=config.bf16,
             params_dtype=config.params_dtype,
             use_distributed_optimizer=distributed,
@@ -132,8 +135,9 @@ class Trainer:
         total, _ = token_loss_sum(losses, mask)
         (total / count).backward()
         self.ddp.finish_grad_sync()
-        succeeded, _, _ = self.optimizer.step()
+        succeeded, norm, _ = self.optimizer.step()
         assert succeeded
+        self.norms.append(float(norm))
         total = total.detach().float()
         dist.all_reduce(total, group=group)
         return float(total) / count
@@ -212,7 +216,7 @@ def train_both(job: Job) -> dict[str, Any]:
         ordinary = Trainer(job, distributed=False)
         start = ordinary.weights()
         result: dict[str, Any] = {"start": start, "losses": ordinary.train(0, STEPS)}
-        result["weights"] = ordinary.weights()
+        result["weights"], result["norms"] = ordinary.weights(), ordinary.norms
 
         cut = Trainer(job, distributed=True)
         assert all(torch.equal(start[n], x) for n, x in cut.weights().items())
@@ -221,6 +225,7 @@ def train_both(job: Job) -> dict[str, Any]:
             cut.save(job.folder / job.dtype)
         losses += cut.train(RESUME_AT, STEPS)
         result["losses of the distributed"] = losses
+        result["norms of the distributed"] = cut.norms
         result["weights of the distributed"] = cut.weights()
         result["dtypes"] = {n: str(p.dtype) for n, p in cut.model.named_parameters()}
         result["numbers"] = ordinary.state_numbers(), cut.state_numbers()
@@ -235,26 +240,26 @@ def train_both(job: Job) -> dict[str, Any]:
         return result
 
 
-def assert_same_losses(actual: list[float], expected: list[float], gate: float) -> None:
-    """Step by step, relative."""
-    close = [abs(a / b - 1) <= gate for a, b in zip(actual, expected, strict=True)]
+def assert_same_steps(actual: list[float], expected: list[float]) -> None:
+    """A loss or a norm, step by step, relative."""
+    close = [abs(a / b - 1) <= GATE for a, b in zip(actual, expected, strict=True)]
     assert all(close), (actual, expected)
 
 
-def check_same_training(result: dict[str, Any], cp: int, dtype: str) -> None:
+def check_same_training(result: dict[str, Any], cp: int) -> None:
     """Losses and steps agree, the model learns, and each rank holds its part of the state."""
-    gate, losses = GATES[dtype], result["losses"]
+    losses = result["losses"]
     again = losses[len(LENGTHS)]
     assert again < 0.95 * losses[0], "the same row: it must learn, or any optimizer would do"
-    assert_same_losses(result["losses of the distributed"], losses, gate)
+    assert_same_steps(result["losses of the distributed"], losses)
+    assert_same_steps(result["norms of the distributed"], result["norms"])
     # What the steps added, not what was there before them.
     start = result["start"]
     moved, wanted = (
         {n: x - start[n] for n, x in result[name].items()}
         for name in ("weights of the distributed", "weights")
     )
-    # In bf16 weights that lie near a rounding boundary may end on the other side of it.
-    assert_all_close(moved, wanted, 1e-3 if dtype == "fp32" else 5e-2)
+    assert_all_close(moved, wanted, 1e-3)
     assert set(result["kinds"]) == {"DistributedOptimizer"}
     everything, mine = result["numbers"]
     assert mine <= everything / cp * 1.05 + 1024, "each rank holds a part of the state"
@@ -272,9 +277,8 @@ def check_decay_dtypes(result: dict[str, Any], dtype: str) -> None:
             assert not torch.equal(result[which][name], result["start"][name]), (name, which)
 
 
-def check_resumed(result: dict[str, Any], dtype: str) -> None:
+def check_resumed(result: dict[str, Any]) -> None:
     """What a checkpoint on the way gave, model and optimizer, is what went on without one."""
     losses = result["losses of the distributed"][RESUME_AT:]
-    gate = GATES[dtype]
-    assert_same_losses(result["losses resumed"], losses, gate)
-    assert_all_close(result["weights resumed"], result["weights of the distributed"], gate)
+    assert_same_steps(result["losses resumed"], losses)
+    assert_all_close(result["weights resumed"], result["weights of the distributed"], GATE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton without tuning: for tests, where compiling dozens of configurations costs minutes."""
+"""Triton without tuning: for tests and examples, which do not repay minutes of compiling."""
 
 import contextlib
 import math
