@@ -8,8 +8,9 @@ of 3 GDN layers and softmax attention, MLPs left out: forward and backward in ms
 that follow each other like the layers of a model; median of the slowest rank), peak memory of a
 step, bytes sent, share of the time that NCCL kernels run, and host syncs of a step. Ratios are
 against "upstream's scheme" and, as parallel efficiency, against one GPU that runs the whole input
-alone. Outputs and input gradients are compared with those of one GPU before anything is timed.
-Needs fla-core; ``--json FILE`` keeps the table.
+alone. Outputs and input gradients are compared with those of one GPU before anything is timed, or
+with the first scheme's where that length is too much for one GPU. Ends with one line for each
+configuration. Needs fla-core; ``--json FILE`` keeps all figures.
 """
 
 import argparse
@@ -48,6 +49,7 @@ SCHEMES: dict[str, tuple[str, str, str, str]] = {
     "headwise": ("headwise", "zigzag", "scan", "never"),
     "all_gather": ("all_gather", "zigzag", "scan", "never"),
 }
+CHUNKWISE = ("chunkwise, chosen", "chunkwise, contiguous")
 GATE = 2e-2  # relative RMS against one GPU; both runs round to bf16 throughout
 
 
@@ -211,47 +213,95 @@ def slowest(mine: dict[str, float]) -> dict[str, float]:
     return {name: max(figures[name] for figures in everyone) for name in mine}
 
 
+def assemble(tensor: Tensor, index: Tensor, tokens: int) -> Tensor:
+    """The whole ``[T, 1, D]`` of what every rank holds at these positions."""
+    world = dist.get_world_size()
+    everyone = torch.empty(world, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    positions = torch.empty(world, len(index), dtype=index.dtype, device=index.device)
+    dist.all_gather_into_tensor(everyone, tensor.contiguous())
+    dist.all_gather_into_tensor(positions, index)
+    whole = tensor.new_empty(tokens, *tensor.shape[1:])
+    whole[positions.flatten()] = everyone.flatten(0, 1)
+    return whole
+
+
 def compare(
     bounds: list[int], layers: int, rounds: int, steps: int, schemes: list[str]
 ) -> list[dict[str, Any]]:
-    """One row a scheme, after one for a GPU that runs everything."""
+    """One row a scheme, after one for a GPU that runs everything.
+
+    Lengths that a scheme refuses, on every rank alike, leave a row that says so. Where the one GPU
+    refuses, the first scheme that runs is what the others are compared with.
+    """
     world, rank = dist.get_world_size(), dist.get_rank()
     groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
     alone = ProcessGroupCollection(tp=groups.tp, cp=groups.tp)
     hidden, grad = whole_input(bounds[-1])
-    step = step_of(make_stack("chunkwise, states", alone, layers), hidden, grad, packed(bounds))
-    wanted = step()
+    wanted: list[Tensor] = []
     rows: list[dict[str, Any]] = []
-    rows.append({"scheme": "one GPU", "difference": 0.0} | slowest(measure(step, rounds, steps)))
-    del step
-    for scheme in schemes:
-        index = rank_indices(token_ranges(bounds, world, SCHEMES[scheme][1]), rank)
+    for name in ["one GPU", *schemes]:
+        scheme = "chunkwise, states" if name == "one GPU" else name
+        size = 1 if name == "one GPU" else world
+        index = rank_indices(token_ranges(bounds, size, SCHEMES[scheme][1]), rank % size)
         mine = torch.from_numpy(index).cuda()
-        stack = make_stack(scheme, groups, layers)
+        stack = make_stack(scheme, alone if size == 1 else groups, layers)
         step = step_of(stack, hidden[mine], grad[mine], packed(bounds))
-        pairs = zip(step(), wanted, strict=True)
+        try:
+            found = step()
+        except ValueError as error:
+            rows.append({"scheme": name, "refused": str(error)})
+            continue
+        if not wanted:
+            wanted = [x if size == 1 else assemble(x, mine, bounds[-1]) for x in found]
+        pairs = zip(found, wanted, strict=True)
         difference = max(relative_rms(got, want[mine]) for got, want in pairs)
-        rows.append(
-            {"scheme": scheme} | slowest({"difference": difference, **measure(step, rounds, steps)})
-        )
+        del found
+        figures = slowest({"difference": difference, **measure(step, rounds, steps)})
+        rows.append({"scheme": name} | figures)
         del step, stack
         torch.cuda.empty_cache()
-    upstream = next((r["ms"] for r in rows if r["scheme"] == "upstream's scheme"), None)
+    times = {row["scheme"]: row["ms"] for row in rows if "ms" in row}
     for row in rows:
-        row["of upstream's"] = row["ms"] / upstream if upstream else float("nan")
-        row["efficiency"] = rows[0]["ms"] / row["ms"] / (1 if row is rows[0] else world)
+        if "ms" in row:
+            row["of upstream's"] = row["ms"] / times.get("upstream's scheme", float("nan"))
+            ranks = 1 if row["scheme"] == "one GPU" else world
+            row["efficiency"] = times.get("one GPU", float("nan")) / row["ms"] / ranks
     return rows
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
     """The table of one configuration."""
     print(title)
-    names = [name for name in rows[0] if name != "scheme"]
+    names = [name for name in max(rows, key=len) if name != "scheme"]
     print(" " * 24 + "".join(f"{name:>15}" for name in names))
     for row in rows:
-        cells = "".join(f"{row[name]:>15.3g}" for name in names)
-        wrong = "" if row["difference"] < GATE else "   DIFFERS"
-        print(f"{row['scheme']:24}{cells}{wrong}", flush=True)
+        cells = f"  refused: {row['refused']}" if "refused" in row else ""
+        if not cells:
+            cells = "".join(f"{row[name]:>15.3g}" for name in names)
+        print(f"{row['scheme']:24}{cells}{'   DIFFERS' if differs(row) else ''}", flush=True)
+
+
+def summarize(table: list[dict[str, Any]]) -> None:
+    """One line a configuration: chunkwise, as chosen and contiguous, against the others."""
+    print(f"\n{'layers':>8}{'tokens':>9}{'seqs':>6}   chunkwise: chosen / contiguous")
+    cases: dict[tuple[int, int, int], dict[str, dict[str, Any]]] = {}
+    for row in table:
+        case = row["layers"], row["tokens"], row["sequences"]
+        cases.setdefault(case, {})[row["scheme"]] = row
+    for (layers, tokens, sequences), rows in cases.items():
+        cells = []
+        for name, label in (("upstream's scheme", "upstream's"), ("headwise", "headwise")):
+            base = rows.get(name, {}).get("ms", float("nan"))
+            both = [rows.get(n, {}).get("ms", float("nan")) / base for n in CHUNKWISE]
+            cells.append(f"of {label} {both[0]:.2f} / {both[1]:.2f}")
+        both = [rows.get(n, {}).get("efficiency", float("nan")) for n in CHUNKWISE]
+        cells.append(f"efficiency {both[0]:.2f} / {both[1]:.2f}")
+        print(f"{layers:>8}{tokens:>9}{sequences:>6}   {'   '.join(cells)}")
+
+
+def differs(row: dict[str, Any]) -> bool:
+    """Whether a scheme that ran gave something else than what it is compared with."""
+    return "refused" not in row and not row["difference"] < GATE
 
 
 def main() -> int:
@@ -280,14 +330,16 @@ def main() -> int:
                 case = {"layers": layers, "tokens": tokens, "sequences": sequences, "ranks": world}
                 table += [case | row for row in rows]
                 if dist.get_rank() == 0:
+                    if arguments.json:
+                        with open(arguments.json, "w") as file:
+                            json.dump(table, file, indent=1)
                     what = "1 GDN layer" if layers == 1 else "3 GDN + 1 attention"
                     show(f"\n{what}, {tokens} tokens, {sequences} sequences, CP {world}", rows)
-    if arguments.json and dist.get_rank() == 0:
-        with open(arguments.json, "w") as file:
-            json.dump(table, file, indent=1)
+    if dist.get_rank() == 0:
+        summarize(table)
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
-    return int(any(row["difference"] >= GATE for row in table))
+    return int(any(map(differs, table)))
 
 
 if __name__ == "__main__":

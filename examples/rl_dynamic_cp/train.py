@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 examples/rl_dynamic_cp/train.py
 
 Rollouts of very uneven lengths are packed into micro-batches. A short one runs on one rank while
-others run beside it; a long one takes a context-parallel group of two or four. The same steps then
+others run beside it; a long one takes a context-parallel group of two or more. The same steps then
 run with CP 1 throughout, and the script exits with status 1 unless every loss and gradient norm
 agrees, and the first log-probs are those of the "engine". CPU with gloo; with a GPU for each
 process, NCCL and FLA's kernels.
@@ -33,7 +33,7 @@ from megatron.linear_cp.dynamic_cp import create_context_parallel_groups
 from megatron.linear_cp.testing.cpu import cpu_cuda
 from megatron.linear_cp.testing.triton import first_configuration
 
-TOKENS_PER_RANK = 96  # what fits on one rank here; thousands on a GPU
+TOKENS = 384  # what fits on all ranks together here; many thousands on GPUs
 TOLERANCE = 1e-4
 
 
@@ -58,7 +58,7 @@ def make_rollouts() -> list[Rollout]:
     return rollouts
 
 
-def make_micro_batches(rollouts: list[Rollout]) -> list[list[int]]:
+def make_micro_batches(rollouts: list[Rollout], tokens_per_rank: int) -> list[list[int]]:
     """First fit, longest first: what exceeds one rank stands alone, the others share a rank's."""
     micro_batches: list[list[int]] = []
     room: list[int] = []
@@ -67,7 +67,7 @@ def make_micro_batches(rollouts: list[Rollout]) -> list[list[int]]:
         fits = next((i for i, free in enumerate(room) if free >= length), None)
         if fits is None:
             micro_batches.append([index])
-            room.append(TOKENS_PER_RANK - length)
+            room.append(tokens_per_rank - length)
         else:
             micro_batches[fits].append(index)
             room[fits] -= length
@@ -106,7 +106,8 @@ def train(steps: int, device: torch.device, dynamic: bool) -> list[Step]:
     settings = OptimizerConfig(optimizer="adam", lr=3e-3, clip_grad=1.0)
     optimizer = get_megatron_optimizer(settings, [policy])
     pool = make_rollouts()
-    micro_batches = make_micro_batches(pool)
+    tokens_per_rank = TOKENS // dist.get_world_size()
+    micro_batches = make_micro_batches(pool, tokens_per_rank)
     alone = [groups[1]] * len(micro_batches)
     # The first policy stands for the inference engine.
     with torch.no_grad():
@@ -115,7 +116,7 @@ def train(steps: int, device: torch.device, dynamic: bool) -> list[Step]:
     chosen = alone
     if dynamic:
         lengths = [[len(rollouts[i].tokens) for i in members] for members in micro_batches]
-        chosen = [groups[groups.choose(n, TOKENS_PER_RANK)] for n in lengths]
+        chosen = [groups[groups.choose(n, tokens_per_rank)] for n in lengths]
     done = []
     for _ in range(steps):
         policy.zero_grad_buffer()
@@ -149,13 +150,17 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5)
     steps = parser.parse_args().steps
     device = torch.device("cpu")
-    gpus = torch.cuda.device_count()
+    gpus, processes = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
+    if 0 < gpus < processes:
+        # NCCL wants one for each, and Megatron-Core's DDP does not reduce CUDA tensors over gloo.
+        sys.exit(
+            f"error: {processes} processes and {gpus} GPUs; start at most {gpus} processes, "
+            "or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU"
+        )
     if gpus:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus)
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    # NCCL wants a GPU for each process; processes that share one talk over gloo.
-    own_gpu = gpus >= int(os.environ["LOCAL_WORLD_SIZE"])
-    dist.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
     # Megatron-Core asks torch.cuda for a device even on CPU. On a GPU, tuning float32 kernels for
     # these small shapes would take minutes and gain nothing.
     with first_configuration() if gpus else cpu_cuda():
