@@ -10,17 +10,19 @@ from torch import Tensor
 
 
 def relative_rms(actual: Tensor, expected: Tensor) -> float:
-    """``rms(actual - expected) / rms(expected)``, computed in float64.
+    """``rms(actual - expected) / rms(expected)``, computed in float64 where they are.
 
     Args:
         actual: any shape and float dtype.
-        expected: the same shape.
+        expected: the same shape. Both are compared on the CPU if their devices differ.
 
     Returns:
         0.0 when the tensors are equal (two empty or two zero tensors included); infinity when
         only ``expected`` is zero; NaN when a value is NaN or infinite.
     """
-    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
+    if actual.device != expected.device:
+        actual, expected = actual.cpu(), expected.cpu()
+    actual, expected = actual.detach().double(), expected.detach().double()
     if not (torch.isfinite(actual).all() and torch.isfinite(expected).all()):
         return math.nan
     difference, size = (actual - expected).norm().item(), expected.norm().item()
