@@ -37,7 +37,7 @@ from megatron.linear_cp.data import (
     token_loss_sum,
 )
 from megatron.linear_cp.dynamic_cp import length_multiple
-from megatron.linear_cp.packed_seq_params import packed_plan
+from megatron.linear_cp.micro_batch import packed_plan
 
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
 

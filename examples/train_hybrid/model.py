@@ -29,7 +29,7 @@ from megatron.linear_cp.data import (
     shard_batch,
     token_loss_sum,
 )
-from megatron.linear_cp.packed_seq_params import packed_plan
+from megatron.linear_cp.micro_batch import packed_plan
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from megatron.linear_cp.comm import all_gather_rows
 from megatron.linear_cp.hidden_layout import convert_hidden
-from megatron.linear_cp.packed_seq_params import (
-    is_packed,
-    physical_packed_seq_params,
-    plan_for,
-    resolve_cp_group,
-)
+from megatron.linear_cp.micro_batch import physical_packed_seq_params, plan_for
+from megatron.linear_cp.packed_seq_params import is_packed, resolve_cp_group
 from megatron.linear_cp.permute import permute_rows
 from megatron.linear_cp.plan import ContextParallelPlan
 
@@ -118,7 +114,7 @@ class CoreAttention(MegatronModule):
 
         Raises:
             ValueError: a request that is not computed here, or whatever is wrong with the
-                micro-batch, see :func:`megatron.linear_cp.packed_seq_params.plan_for`.
+                micro-batch, see :func:`megatron.linear_cp.micro_batch.plan_for`.
         """
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         _check_mask_type(mask_type)

@@ -54,7 +54,8 @@ def resolve_linear_cp_mode(
         context_parallel_size: the largest CP size that any micro-batch will use.
         policy: how ``"auto"`` decides. ``"default"``: headwise where the heads fit the largest CP
             size, else all_gather. ``"cost"``: the mode of the least predicted time, see
-            :func:`megatron.linear_cp.cost.predict_costs`; it may be chunkwise.
+            :func:`megatron.linear_cp.cost.predict_costs`; it may be chunkwise, predicted on zigzag
+            input with ``linear_cp_move_sequences="auto"``, as a config has them by default.
         workload: what ``"cost"`` predicts for; its head counts must be those given here.
 
     Returns:
@@ -114,6 +115,7 @@ def _cheapest_mode(
         workload,
         tensor_model_parallel_size=tensor_model_parallel_size,
         context_parallel_size=context_parallel_size,
+        move_sequences="auto",
     )
     if not costs:
         return "all_gather"  # check_heads says why nothing fits

@@ -36,7 +36,8 @@ class Machine:
         summary_flops_per_second: what it computes in the summaries of segments.
         dense_flops_per_second: what it computes in large products, which the projections are.
         memory_bytes_per_second: what it reads or writes of its own memory.
-        seconds_per_collective: what one exchange takes however little it moves.
+        seconds_per_collective: what one exchange takes however little it moves, waiting for the
+            slowest rank included.
         seconds_per_row: what a token takes in the rule however few heads the rank runs; headwise
             runs more tokens with fewer heads.
         shrinks_chunks: the kernels take smaller chunks where every segment is short.
@@ -55,15 +56,15 @@ class Machine:
 
 
 MACHINES = {
-    # 200 GB/s is what an all-to-all reaches inside one NVLink host; across hosts use the network's
-    # figure. 100 and 650 TFLOP/s give 16.8 ms for the layer that README measures on an H200 at
-    # 17.65 ms; 260 makes the summaries 12 % of the rule, as there. 3.5 TB/s is about what a copy
-    # reaches. 20 us is what NCCL usually needs to start inside one host: assumed, not measured, as
-    # is that a token's kernels cost nothing beside their heads.
+    # 200 GB/s is about what all-to-alls reach between two H200s of a host (docs/benchmarks.md: 8.6
+    # GB in 46 ms); across hosts use the network's figure. 100 and 650 TFLOP/s give 16.8 ms for the
+    # layer measured there at 18.0; 260 makes the summaries 12 % of the rule, as there. 3.5 TB/s is
+    # about what a copy reaches. 20 us is what NCCL usually needs to start inside one host: assumed,
+    # not measured, as is that a token's kernels cost nothing beside their heads.
     "gpu": Machine(200e9, 100e12, 260e12, 650e12, 3.5e12, 20e-6, 0.0, False, 2),
     # fp32 over gloo on the loopback, torch kernels: what `tools/sweep_plan_choice.py` measured for
     # two ranks with a core each (medians over three head shapes). It measures any machine.
-    "cpu": Machine(1.6e9, 21e9, 10e9, 90e9, 17e9, 0.26e-3, 7e-6, True, 4),
+    "cpu": Machine(1.5e9, 19e9, 8e9, 107e9, 17e9, 1.0e-3, 8e-6, True, 4),
 }
 _GPU = MACHINES["gpu"]
 

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.linear_cp.config import check_declares_linear_cp
 from megatron.linear_cp.exchange_choice import LayerSizes, working_plan
 from megatron.linear_cp.hidden_layout import convert_hidden
+from megatron.linear_cp.micro_batch import plan_for
 from megatron.linear_cp.modes import (
     GatedDeltaNetInputs,
     check_linear_cp_executor,
@@ -25,7 +26,7 @@ from megatron.linear_cp.modes.heads import check_heads
 from megatron.linear_cp.norm import RMSNorm
 from megatron.linear_cp.ops.fla_exchange import check_fla_exchange
 from megatron.linear_cp.ops.split import split_channels
-from megatron.linear_cp.packed_seq_params import is_packed, plan_for, resolve_cp_group
+from megatron.linear_cp.packed_seq_params import is_packed, resolve_cp_group
 from megatron.linear_cp.plan import ContextParallelPlan
 
 # What the config declares and no call may change.
@@ -176,8 +177,8 @@ class GatedDeltaNet(_UpstreamGatedDeltaNet):
             ``[s, b, hidden_size]`` and the output bias or None.
 
         Raises:
-            ValueError: inference, a per-call mode, group metadata that does not agree, or
-                boundaries that do not fit; the same on every rank, before any collective.
+            ValueError: inference, a per-call mode, another shape, group metadata that does not
+                agree, or boundaries that do not fit; the same on every rank, before any collective.
         """
         if inference_context is not None or inference_params is not None:
             raise ValueError("GatedDeltaNet under context parallelism trains; it has no inference")
@@ -187,6 +188,10 @@ class GatedDeltaNet(_UpstreamGatedDeltaNet):
             raise ValueError(
                 f"{name}={kwargs[name]!r} was passed to forward; it is declared by the config and "
                 "the same for every call"
+            )
+        if hidden_states.dim() != 3 or hidden_states.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"hidden_states must be [s, b, {self.hidden_size}], got {list(hidden_states.shape)}"
             )
         batch = hidden_states.shape[1]
         local_tokens = hidden_states.shape[0] * self.sp_size

@@ -15,8 +15,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.linear_cp import planner
 from megatron.linear_cp.cost import Workload, chunkwise_work, uniform_bytes
 from megatron.linear_cp.layout import LAYOUTS, TokenRanges
+from megatron.linear_cp.micro_batch import plan_for
 from megatron.linear_cp.modes.heads import heads_fit
-from megatron.linear_cp.packed_seq_params import is_packed, plan_for, resolve_cu_seqlens
+from megatron.linear_cp.packed_seq_params import is_packed, resolve_cu_seqlens
 from megatron.linear_cp.saved_batch import FIELDS, SavedBatch, load_batch
 from megatron.linear_cp.segments import IntArray
 

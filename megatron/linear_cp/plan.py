@@ -106,7 +106,7 @@ class ContextParallelPlan:
         Raises:
             ValueError: unknown layout, malformed boundaries, lengths that the layout cannot cut
                 over the group, or a kernel size below 1. The same on every rank that has the same
-                boundaries; :func:`megatron.linear_cp.packed_seq_params.plan_for` can check that.
+                boundaries; :func:`megatron.linear_cp.micro_batch.plan_for` can check that.
         """
         if isinstance(cu_seqlens, torch.Tensor):
             cu_seqlens = cu_seqlens.cpu().numpy()

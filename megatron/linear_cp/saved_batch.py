@@ -11,7 +11,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron.linear_cp.data import PackedBatch
-from megatron.linear_cp.packed_seq_params import _Plans
+from megatron.linear_cp.micro_batch import _Plans
 
 FIELDS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 # Collators that know one side only; PackedBatch is one.

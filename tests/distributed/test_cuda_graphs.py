@@ -16,13 +16,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import cuda_graphs
 
 from megatron.linear_cp.comm import count_traffic
-from megatron.linear_cp.packed_seq_params import (
+from megatron.linear_cp.micro_batch import (
     CHECK_PEERS_VARIABLE,
     _DeviceMark,
     _guard_replays,
     plan_for,
-    single_rank_group,
 )
+from megatron.linear_cp.packed_seq_params import single_rank_group
 from megatron.linear_cp.plan import ContextParallelPlan, plan_builds
 from megatron.linear_cp.segments import HostTable
 from megatron.linear_cp.testing.module import (
@@ -120,7 +120,7 @@ def test_boundaries_on_a_gpu_are_guarded_and_those_on_the_host_are_not() -> None
     def mark_of_a_gpu(tensor: torch.Tensor | None) -> _DeviceMark | None:
         return None if tensor is None else _DeviceMark(tensor._version, tensor.clone())
 
-    module = "megatron.linear_cp.packed_seq_params"
+    module = "megatron.linear_cp.micro_batch"
     host, device = packed(0, 3, 8), packed(0, 3, 8)
     plan(host)
     with mock.patch(f"{module}._mark", mark_of_a_gpu):

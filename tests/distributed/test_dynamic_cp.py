@@ -27,8 +27,8 @@ from megatron.linear_cp.dynamic_cp import (
     create_context_parallel_groups,
     length_multiple,
 )
+from megatron.linear_cp.micro_batch import packed_plan, plan_for
 from megatron.linear_cp.modes import linear_cp_mode_runs
-from megatron.linear_cp.packed_seq_params import packed_plan, plan_for
 from megatron.linear_cp.plan import plan_builds
 from megatron.linear_cp.testing.cpu import cpu_cuda
 from megatron.linear_cp.testing.workers import run_distributed

@@ -64,7 +64,8 @@ def call(case: str) -> str:
     assert world is not None
     settings: dict[str, Any] = {}
     tokens, batch, keywords = 8, 1, {}
-    params: PackedSeqParams | None = packed([0, 16, 32])
+    width = HIDDEN
+    params: Any = packed([0, 16, 32])
     match case:
         case "heads do not fit the micro-batch's CP size":
             settings = {"mode": "headwise", "key_heads": 2}
@@ -99,6 +100,17 @@ def call(case: str) -> str:
         case "real longer than padded":
             params = packed([0, 20, 32], cu_seqlens_q_padded=torch.tensor([0, 16, 32]))
             params.cu_seqlens_kv_padded = params.cu_seqlens_q_padded
+        case "boundaries on the meta device":
+            params = packed([0, 32])
+            params.cu_seqlens_kv = params.cu_seqlens_kv.to("meta")
+        case "sparse boundaries":
+            params = packed([0, 32])
+            params.cu_seqlens_q = params.cu_seqlens_q.to_sparse()
+        case "params of another type":
+            params = vars(packed([0, 16, 32]))
+        case "another hidden size":
+            # Its sequences are short enough to be moved before in_proj looks at them.
+            width = HIDDEN + 1
         case "packed with a batch of two":
             batch = 2
         case "dense length does not divide":
@@ -111,7 +123,7 @@ def call(case: str) -> str:
             raise AssertionError(case)
     with cpu_cuda():
         module = make_module(**settings)
-        hidden = torch.ones(tokens, batch, HIDDEN)
+        hidden = torch.ones(tokens, batch, width)
         with count_traffic() as traffic:
             try:
                 module(hidden, None, packed_seq_params=params, **keywords)
@@ -148,6 +160,10 @@ REFUSALS = {
     "real longer than padded": (
         "sequence 0 has 20 tokens but cu_seqlens_q_padded gives it room for 16"
     ),
+    "boundaries on the meta device": "boundaries in packed_seq_params are on the meta device",
+    "sparse boundaries": "boundaries in packed_seq_params are of torch.sparse_coo",
+    "params of another type": "packed_seq_params is a dict; it must be a megatron.core",
+    "another hidden size": "hidden_states must be [s, b, 16], got [8, 1, 17]",
     "packed with a batch of two": "must have a batch of 1, got 2",
     "dense length does not divide": "sequence 0 of length 12 does not divide by 2 * cp_size = 8",
     "per-call mode": "linear_cp_mode='headwise' was passed to forward",

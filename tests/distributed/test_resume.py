@@ -115,7 +115,7 @@ def forward_step(rows: Iterator[Any], model: torch.nn.Module) -> tuple[torch.Ten
     from megatron.core import parallel_state
 
     from megatron.linear_cp.data import make_packed_seq_params, shard_batch, token_loss_sum
-    from megatron.linear_cp.packed_seq_params import packed_plan
+    from megatron.linear_cp.micro_batch import packed_plan
 
     row, group = next(rows), parallel_state.get_context_parallel_group()
     params = make_packed_seq_params(row, group)

@@ -21,7 +21,8 @@ from megatron.linear_cp.__main__ import main as linear_cp_main
 from megatron.linear_cp.cost import Workload, predict_costs
 from megatron.linear_cp.data import pack_sequences
 from megatron.linear_cp.layout import rank_indices, token_ranges
-from megatron.linear_cp.packed_seq_params import packed_plan, plan_for, single_rank_group
+from megatron.linear_cp.micro_batch import packed_plan, plan_for
+from megatron.linear_cp.packed_seq_params import single_rank_group
 from megatron.linear_cp.saved_batch import load_batch
 
 SMALL = ("--heads", "4/8", "--head-dims", "32/32", "--hidden", "256")

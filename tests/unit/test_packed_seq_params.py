@@ -12,13 +12,8 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron.linear_cp import resolve_cp_group
-from megatron.linear_cp.packed_seq_params import (
-    is_packed,
-    packed_plan,
-    plan_for,
-    resolve_cu_seqlens,
-    single_rank_group,
-)
+from megatron.linear_cp.micro_batch import packed_plan, plan_for
+from megatron.linear_cp.packed_seq_params import is_packed, resolve_cu_seqlens, single_rank_group
 from megatron.linear_cp.plan import plan_builds
 
 

@@ -119,7 +119,7 @@ class Trainer:
         from megatron.core import parallel_state
 
         from megatron.linear_cp.data import make_packed_seq_params, shard_batch, token_loss_sum
-        from megatron.linear_cp.packed_seq_params import packed_plan
+        from megatron.linear_cp.micro_batch import packed_plan
 
         row, count = make_row(position), sum(LENGTHS[position % len(LENGTHS)])
         group = parallel_state.get_context_parallel_group()
