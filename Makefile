@@ -29,10 +29,13 @@ test: lint pytest ## lint, types and tests: what CI runs
 pytest: venv ## the tests alone (ARGS="-k scan" is passed on)
 	@$(PY) -m pytest $$ARGS
 
-lint: venv ## ruff, formatting and mypy, changing nothing
+lint: venv ## ruff, formatting, mypy, shell scripts and workflows, changing nothing
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+	@.venv/bin/shellcheck .ci/run tools/*.sh examples/*/*.sh
+	@.venv/bin/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	@.venv/bin/zizmor --quiet --offline --config .github/zizmor.yml .github/workflows
 
 format: venv ## fix what ruff can fix, and format
 	@$(PY) -m ruff check --fix .

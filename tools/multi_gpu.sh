@@ -7,7 +7,7 @@
 # Takes all GPUs that are visible. Exit status 1 if anything failed; what comes after it runs anyway.
 set -uo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 folder=${1:-out}
 shift || true
 mkdir -p "$folder"
