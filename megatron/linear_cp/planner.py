@@ -4,14 +4,22 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 import numpy as np
 
-from megatron.linear_cp.cost import MACHINES, Machine, Workload, layer_sizes, predict_costs
+from megatron.linear_cp.cost import (
+    MACHINES,
+    Machine,
+    ModeCost,
+    Workload,
+    layer_sizes,
+    predict_costs,
+)
 from megatron.linear_cp.exchange_choice import choose_for
 from megatron.linear_cp.layout import (
     LAYOUTS,
@@ -63,11 +71,23 @@ def options(workload: Workload, tp: int, cp: int) -> list[Option]:
         tp: tensor-parallel size.
         cp: context-parallel size.
     """
+
+    # Of all modes at once, and only where an option gets as far as that.
+    @cache
+    def costs(layout: str, move: str) -> dict[str, ModeCost]:
+        return predict_costs(
+            workload,
+            tensor_model_parallel_size=tp,
+            context_parallel_size=cp,
+            layout=layout,
+            move_sequences=move,
+        )
+
     found = []
     for layout in LAYOUTS:
         for mode in BUILT_IN_MODES:
             both = ("never", "auto") if (mode, layout) == ("chunkwise", "zigzag") else ("never",)
-            found += [_option(workload, tp, cp, mode, layout, move) for move in both]
+            found += [_option(workload, tp, cp, mode, layout, move, costs) for move in both]
     return found
 
 
@@ -77,7 +97,15 @@ def recommended(found: list[Option]) -> Option | None:
     return min(allowed, key=lambda option: option.seconds) if allowed else None
 
 
-def _option(workload: Workload, tp: int, cp: int, mode: str, layout: str, move: str) -> Option:
+def _option(
+    workload: Workload,
+    tp: int,
+    cp: int,
+    mode: str,
+    layout: str,
+    move: str,
+    costs: Callable[[str, str], dict[str, ModeCost]],
+) -> Option:
     boundaries = _boundaries(workload)
     try:
         check_divisible(boundaries, cp, layout)
@@ -90,13 +118,7 @@ def _option(workload: Workload, tp: int, cp: int, mode: str, layout: str, move: 
         )
     except ValueError as error:
         return Option(mode, layout, move, refused=str(error))
-    cost = predict_costs(
-        workload,
-        tensor_model_parallel_size=tp,
-        context_parallel_size=cp,
-        layout=layout,
-        move_sequences=move,
-    )[mode]
+    cost = costs(layout, move)[mode]
     busiest = int(boundaries[-1]) // cp
     if mode == "chunkwise" and layout == "zigzag" and cp > 1:
         busiest = int(choose_for(boundaries, cp, layer_sizes(workload, tp), move).tokens.max())
