@@ -298,6 +298,7 @@ class Foreign:
         (b"[0, 8]", ("--cp", "2", "--picture", "/nowhere/x.svg"), "/nowhere/x.svg"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's, when it reads such a file
 def test_bad_input_is_named(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
