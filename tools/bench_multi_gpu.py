@@ -58,10 +58,15 @@ def boundaries(tokens: int, sequences: int, multiple: int) -> list[int]:
     weights = np.ones(sequences)
     if sequences >= 64:
         weights = np.random.default_rng(0).lognormal(0.0, 1.0, sequences)
-    ends = np.cumsum(weights) / weights.sum() * (tokens // multiple)
-    # At least one unit each, and all of the tokens.
-    units = np.maximum(ends.round().astype(int), np.arange(1, sequences + 1))
-    return [0, *(units * multiple).tolist()]
+    units, rest = divmod(tokens, multiple)
+    if rest or units < sequences:
+        raise SystemExit(
+            f"error: {tokens} tokens are no multiple of {multiple} that leaves {sequences} "
+            f"sequences {multiple} each"
+        )
+    # One unit each, and the others by weight.
+    ends = np.cumsum(weights) / weights.sum() * (units - sequences)
+    return [0, *((ends.round().astype(int) + np.arange(1, sequences + 1)) * multiple).tolist()]
 
 
 def make_config(scheme: str, size: int, layers: int) -> TransformerConfig:

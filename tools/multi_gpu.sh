@@ -10,13 +10,23 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 folder=${1:-out}
 shift || true
-mkdir -p "$folder"
-python=${PYTHON:-.venv/bin/python}
-gpus=$("$python" -W ignore -c "import torch; print(torch.cuda.device_count())")
-if [ "$gpus" -lt 2 ]; then
-    echo "error: $gpus GPU is visible; this needs 2 or more" >&2
+if [[ $folder == -* ]]; then
+    echo "error: the first argument is a folder, then come flags; got $folder" >&2
     exit 1
 fi
+python=${PYTHON:-.venv/bin/python}
+if ! gpus=$("$python" -W ignore -c "import torch; print(torch.cuda.device_count())"); then
+    echo "error: $python cannot import torch; make venv, or PYTHON=/path/to/python" >&2
+    exit 1
+fi
+if ((gpus < 2)); then
+    echo "error: $gpus GPUs are visible; this needs 2 or more" >&2
+    exit 1
+fi
+mkdir -p "$folder" || exit 1
+# The CP sizes of one training run are powers of two.
+dynamic=2
+while ((2 * dynamic <= gpus)); do ((dynamic *= 2)); done
 status=0
 
 run() {
@@ -29,11 +39,11 @@ run() {
     fi
 }
 
-torchrun=("$python" -m torch.distributed.run --nproc-per-node "$gpus")
+torchrun=("$python" -m torch.distributed.run --nproc-per-node)
 run doctor "$python" -m megatron.linear_cp doctor
 run tests "$python" -m pytest tests/gpu --timeout=900 --durations=15
 run demo "$python" examples/train_hybrid/train.py --output "$folder/demo_losses.png"
-run functional "${torchrun[@]}" examples/functional/train.py
-run dynamic_cp "${torchrun[@]}" examples/rl_dynamic_cp/train.py
-run benchmark "${torchrun[@]}" tools/bench_multi_gpu.py --json "$folder/multi_gpu.json" "$@"
+run functional "${torchrun[@]}" "$gpus" examples/functional/train.py
+run dynamic_cp "${torchrun[@]}" "$dynamic" examples/rl_dynamic_cp/train.py
+run benchmark "${torchrun[@]}" "$gpus" tools/bench_multi_gpu.py --json "$folder/multi_gpu.json" "$@"
 exit "$status"

@@ -149,6 +149,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
     steps = parser.parse_args().steps
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        sys.exit("error: start this with torchrun --nproc-per-node N")
     device = torch.device("cpu")
     gpus = torch.cuda.device_count()
     if gpus:

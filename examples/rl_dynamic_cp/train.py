@@ -149,12 +149,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=5)
     steps = parser.parse_args().steps
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        sys.exit("error: start this with torchrun --nproc-per-node N")
     device = torch.device("cpu")
     gpus, processes = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
     if 0 < gpus < processes:
         # NCCL wants one for each, and Megatron-Core's DDP does not reduce CUDA tensors over gloo.
         sys.exit(
-            f"error: {processes} processes and {gpus} GPUs; start at most {gpus} processes, "
+            f"error: {processes} processes for {gpus} GPU(s); start at most {gpus} processes, "
             "or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU"
         )
     if gpus:

@@ -165,6 +165,11 @@ class SelfAttention(_MegatronSelfAttention):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As the base class, whose arguments these are; ``self`` is not modified."""
+        width = self.config.hidden_size
+        if hidden_states.dim() != 3 or hidden_states.shape[-1] != width:
+            raise ValueError(
+                f"hidden_states must be [s, b, {width}], got {list(hidden_states.shape)}"
+            )
         group = resolve_cp_group(self.pg_collection.cp, packed_seq_params)
         stored, working = self._plans(hidden_states, group, packed_seq_params)
         runtime = self

@@ -56,11 +56,12 @@ class Machine:
 
 
 MACHINES = {
-    # 200 GB/s is about what all-to-alls reach between two H200s of a host (docs/benchmarks.md: 8.6
-    # GB in 46 ms); across hosts use the network's figure. 100 and 650 TFLOP/s give 16.8 ms for the
-    # layer measured there at 18.0; 260 makes the summaries 12 % of the rule, as there. 3.5 TB/s is
-    # about what a copy reaches. 20 us is what NCCL usually needs to start inside one host: assumed,
-    # not measured, as is that a token's kernels cost nothing beside their heads.
+    # 200 GB/s is about what all-to-alls reach between two H200s of a host (8.6 GB in 13 % of 346
+    # ms, docs/multi_gpu_2xh200.txt); across hosts use the network's figure. 100 and 650 TFLOP/s
+    # give 16.8 ms for the layer that docs/benchmarks.md has at 18.0; 260 makes the summaries 12 %
+    # of the rule, as there. 3.5 TB/s is about what a copy reaches. 20 us is what NCCL usually needs
+    # to start inside one host: assumed, not measured, as is that a token's kernels cost nothing
+    # beside their heads.
     "gpu": Machine(200e9, 100e12, 260e12, 650e12, 3.5e12, 20e-6, 0.0, False, 2),
     # fp32 over gloo on the loopback, torch kernels: what `tools/sweep_plan_choice.py` measured for
     # two ranks with a core each (medians over three head shapes). It measures any machine.

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from megatron.linear_cp.segments import IntArray
 
 LAYOUTS = ("zigzag", "contiguous")
+_MAX_TOKENS = 2**40
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ def check_boundaries(cu_seqlens: npt.ArrayLike) -> IntArray:
     """Return ``[S + 1]`` int64 sequence boundaries after checking them.
 
     Raises:
-        ValueError: unless the boundaries are whole numbers that start at 0 and never decrease.
+        ValueError: unless the boundaries are whole numbers that start at 0, never decrease and stay
+            below 2^40, so that products of them fit 64 bits.
             Equal neighbours (sequences of no token) are legal anywhere.
     """
     values = np.asarray(cu_seqlens)
@@ -60,6 +62,8 @@ def check_boundaries(cu_seqlens: npt.ArrayLike) -> IntArray:
         )
     if not np.issubdtype(values.dtype, np.integer):
         raise ValueError(f"cu_seqlens must hold integers, got dtype {values.dtype}")
+    if values.max() > _MAX_TOKENS:
+        raise ValueError(f"cu_seqlens may not exceed {_MAX_TOKENS}, got {values.max()}")
     boundaries = values.astype(np.int64)
     if boundaries[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {boundaries[0]}")

@@ -46,7 +46,7 @@ def plan_for(
 
     Args:
         packed_seq_params: the micro-batch's parameters, or None for dense input.
-        cp_group: its group, from :func:`megatron.linear_cp.packed_seq_params.resolve_cp_group`.
+        cp_group: its group, from :func:`megatron.linear_cp.resolve_cp_group`.
         local_tokens: tokens of one sample (or of the packed buffer) that this rank stores.
         batch: samples; packed input has one.
         layout: ``"zigzag"`` or ``"contiguous"``.

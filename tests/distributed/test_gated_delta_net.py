@@ -51,6 +51,15 @@ def test_dense_batch_of_three(cp: int, layout: str, mode: str) -> None:
     assert_all_close(assemble_module(parts), wanted, 1e-12)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_no_tokens_at_all(layout: str, mode: str) -> None:
+    """A rank's share may be empty where a loader runs out of sequences."""
+    for result in run_distributed(run_module, 2, ModuleCase(mode, layout, row=(0, 0))):
+        assert result["out"].shape[0] == 0
+        assert not result["din_proj.weight"].any()
+
+
 def check_tensor_parallel(case: ModuleCase, sequence_parallel: bool) -> int:
     actual, expected = run_tensor_parallel(case, sequence_parallel)
     assert_all_close(actual, expected, 1e-12)

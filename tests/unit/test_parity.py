@@ -23,7 +23,9 @@ def test_relative_rms() -> None:
     assert relative_rms(torch.zeros(2), torch.zeros(2)) == 0.0
     assert relative_rms(torch.empty(0), torch.empty(0)) == 0.0
     assert relative_rms(torch.ones(2), torch.zeros(2)) == math.inf
-    assert math.isnan(relative_rms(torch.tensor([math.nan]), torch.ones(1)))
+    for bad in (math.nan, math.inf):
+        assert relative_rms(torch.tensor([bad]), torch.ones(1)) == math.inf
+        assert relative_rms(torch.ones(1), torch.tensor([bad])) == math.inf
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,9 @@ def headwise(inputs: GatedDeltaNetInputs, plan: ContextParallelPlan) -> torch.Te
     out = permute_rows(run_rule(mine, plan.full_plan)[0].flatten(1), back, order)
     returned = comm.all_to_all_rows(out, splits, splits, plan.group)
     # Rank after rank holds the heads in order: [cp, T, HV / cp * V] -> [T, HV, V].
-    heads = returned.view(cp_size, plan.local_tokens, -1, inputs.value_head_dim)
+    heads = returned.view(
+        cp_size, plan.local_tokens, inputs.num_value_heads // cp_size, inputs.value_head_dim
+    )
     return heads.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 

@@ -186,7 +186,9 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not torch.Tensor or value.layout != torch.strided or value.is_quantized:
             return NotImplemented
-        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        values = value.detach().cpu().contiguous().reshape(-1)
+        # An empty tensor may have strides that cannot be viewed as bytes.
+        raw = values.view(torch.uint8).numpy().tobytes() if values.numel() else b""
         # A result's history cannot be sent; an argument may be a leaf that wants a gradient.
         wants_grad = value.requires_grad and value.is_leaf
         return _make_tensor, (raw, value.dtype, tuple(value.shape), wants_grad)

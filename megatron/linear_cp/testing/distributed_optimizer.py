@@ -179,12 +179,13 @@ class Trainer:
             dist_checkpointing.save(self.sharded_state(False), str(folder))
         dist.barrier()
 
-    def load(self, folder: Path) -> None:
-        """Read both, into an optimizer that has taken a step."""
+    def load(self, folder: Path) -> dict[str, Tensor]:
+        """Read both, into an optimizer that has taken a step; what the model's files alone gave."""
         from megatron.core import dist_checkpointing
 
         state = dist_checkpointing.load(self.sharded_state(True), str(folder))
         self.model.load_state_dict(state["model"])
+        weights = self.weights()
         with torch.no_grad():
             self.optimizer.load_state_dict(state["optimizer"])
         for optimizer in self.optimizer.chained_optimizers:
@@ -192,6 +193,7 @@ class Trainer:
             for group in optimizer.optimizer.param_groups:
                 for p in group["params"]:
                     optimizer.optimizer.state[p]["step"] = torch.tensor(group["step"])
+        return weights
 
 
 def make_row(position: int) -> Any:
@@ -223,6 +225,7 @@ def train_both(job: Job) -> dict[str, Any]:
         losses = cut.train(0, RESUME_AT)
         if job.folder is not None:
             cut.save(job.folder / job.dtype)
+            result["weights saved"] = cut.weights()
         losses += cut.train(RESUME_AT, STEPS)
         result["losses of the distributed"] = losses
         result["norms of the distributed"] = cut.norms
@@ -234,7 +237,7 @@ def train_both(job: Job) -> dict[str, Any]:
             again = Trainer(job, distributed=True)
             # Where torch's Adam stands in for Apex, what will be read must be there already.
             again.step(0)
-            again.load(job.folder / job.dtype)
+            result["weights loaded"] = again.load(job.folder / job.dtype)
             result["losses resumed"] = again.train(RESUME_AT, STEPS)
             result["weights resumed"] = again.weights()
         return result
@@ -279,6 +282,9 @@ def check_decay_dtypes(result: dict[str, Any], dtype: str) -> None:
 
 def check_resumed(result: dict[str, Any]) -> None:
     """What a checkpoint on the way gave, model and optimizer, is what went on without one."""
+    # Before the optimizer's own copies of the weights are read.
+    for name, saved in result["weights saved"].items():
+        assert torch.equal(result["weights loaded"][name], saved), name
     losses = result["losses of the distributed"][RESUME_AT:]
     assert_same_steps(result["losses resumed"], losses)
     assert_all_close(result["weights resumed"], result["weights of the distributed"], GATE)

@@ -18,13 +18,14 @@ def relative_rms(actual: Tensor, expected: Tensor) -> float:
 
     Returns:
         0.0 when the tensors are equal (two empty or two zero tensors included); infinity when
-        only ``expected`` is zero; NaN when a value is NaN or infinite.
+        only ``expected`` is zero or a value is NaN or infinite. Never NaN, which ``max`` and
+        comparisons would lose.
     """
     if actual.device != expected.device:
         actual, expected = actual.cpu(), expected.cpu()
     actual, expected = actual.detach().double(), expected.detach().double()
     if not (torch.isfinite(actual).all() and torch.isfinite(expected).all()):
-        return math.nan
+        return math.inf
     difference, size = (actual - expected).norm().item(), expected.norm().item()
     if difference == 0.0:
         return 0.0
