@@ -14,7 +14,7 @@ from megatron.linear_cp.layout import (
     token_ranges,
 )
 from megatron.linear_cp.modes.heads import heads_fit
-from megatron.linear_cp.routes import build_halo_route, build_state_route
+from megatron.linear_cp.routes import halo_rows_by_rank, state_bytes_by_rank
 from megatron.linear_cp.segments import IntArray
 
 _CHUNK = 64
@@ -309,11 +309,12 @@ def chunkwise_work(
         if choice.moved:
             home = choice.home
             working = mixed_token_ranges(boundaries, cp, home)
+    states, states_cross = state_bytes_by_rank(
+        working, cp, sizes.num_value_heads, sizes.key_head_dim, sizes.value_head_dim
+    )
+    halos, halos_cross = halo_rows_by_rank(working, boundaries, cp, sizes.conv_kernel_size)
     traffic = []
     for rank in range(cp):
-        states = build_state_route(working, rank, cp, sizes.num_value_heads)
-        halo = build_halo_route(working, boundaries, rank, cp, sizes.conv_kernel_size)
-        rows = sum(halo.send_splits) + sum(halo.recv_splits)
         # A rank sends its share of what is brought elsewhere and gets the rest of what is brought
         # here. Hidden states go and come back; the gradients the other way.
         share = lengths // cp
@@ -321,15 +322,14 @@ def chunkwise_work(
         here = int((lengths - share)[home == rank].sum())
         traffic.append(
             RankTraffic(
-                states=states.bytes_sent(rank, sizes.key_head_dim, sizes.value_head_dim),
-                halo=rows * sizes.conv_channels * sizes.element_size,
+                states=int(states[rank]),
+                halo=int(halos[rank]) * sizes.conv_channels * sizes.element_size,
                 moved=2 * (away + here) * sizes.hidden_size * sizes.element_size,
             )
         )
-    # Both routes know on every rank whether anything crosses anywhere.
     moves = bool((home >= 0).any())
-    collectives = 4 * states.crosses + 2 * halo.crosses + 4 * moves
-    return ChunkwiseWork(working, home, tokens, tuple(traffic), collectives, states.crosses)
+    collectives = 4 * states_cross + 2 * halos_cross + 4 * moves
+    return ChunkwiseWork(working, home, tokens, tuple(traffic), collectives, states_cross)
 
 
 def _state_bytes(sizes: LayerSizes) -> int:

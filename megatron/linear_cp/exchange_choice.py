@@ -15,13 +15,16 @@ import numpy as np
 
 from megatron.linear_cp.layout import token_ranges
 from megatron.linear_cp.plan import ContextParallelPlan
-from megatron.linear_cp.routes import build_halo_route, build_state_route
+from megatron.linear_cp.routes import halo_rows_by_rank, state_bytes_by_rank
 from megatron.linear_cp.segments import IntArray
 
 POLICIES = ("auto", "never", "always")
 # The busiest rank may hold this much more than the mean: bytes saved must not be paid in waiting.
 MAX_IMBALANCE = 1.25
 _PASSES = 4  # hidden states move to the working rank and back, in forward and in backward
+# A byte less on the wire is worth this many less copied in memory: about what an H200's 3.5 TB/s
+# are to NVLink's 200 GB/s. Over slower networks it is more.
+_COPIED_FOR_SENT = 16
 
 
 @dataclass(frozen=True)
@@ -149,8 +152,26 @@ def choose_for(
         home, tokens = _place(lengths, cp_size, longest_first[dropped:])
         balanced = tokens.max() * cp_size <= MAX_IMBALANCE * lengths.sum()
         if balanced or policy == "always" or dropped >= len(longest_first):
-            return ExchangeChoice(home, scan, move, tokens)
+            break
         dropped = max(1, 2 * dropped)
+
+    choice = ExchangeChoice(home, scan, move, tokens)
+    if policy == "auto" and not _worth_the_copies(choice, int(lengths.sum()), sizes):
+        return choose_for(boundaries, cp_size, sizes, "never")
+    return choice
+
+
+def _worth_the_copies(choice: ExchangeChoice, tokens: int, sizes: LayerSizes) -> bool:
+    """Whether moving some sequences saves more than putting all hidden states in order costs.
+
+    However few sequences move, all tokens of a rank are copied before the layer and after it.
+    Where moving everything would send less than moving nothing, the question does not arise: no
+    micro-batch sends more than the better of these two.
+    """
+    scan = int(choice.scan_bytes.sum())
+    copied = tokens * sizes.hidden_size * sizes.element_size * 2 * _PASSES  # read and written
+    worth = (scan - choice.total_bytes) * _COPIED_FOR_SENT >= copied
+    return not choice.moved or worth or scan > int(choice.move_bytes.sum())
 
 
 def _place(lengths: IntArray, cp_size: int, candidates: list[int]) -> tuple[IntArray, IntArray]:
@@ -180,11 +201,8 @@ def _scan_bytes(length: int, cp_size: int, sizes: LayerSizes) -> int:
 def _counted_scan_bytes(length: int, cp_size: int, sizes: LayerSizes) -> int:
     boundaries = np.array([0, length], dtype=np.int64)
     ranges = token_ranges(boundaries, cp_size, "zigzag")
-    total = 0
-    for rank in range(cp_size):
-        states = build_state_route(ranges, rank, cp_size, sizes.num_value_heads)
-        total += states.bytes_sent(rank, sizes.key_head_dim, sizes.value_head_dim)
-        halo = build_halo_route(ranges, boundaries, rank, cp_size, sizes.conv_kernel_size)
-        rows = sum(halo.send_splits) + sum(halo.recv_splits)
-        total += rows * sizes.conv_channels * sizes.element_size
-    return total
+    states, _ = state_bytes_by_rank(
+        ranges, cp_size, sizes.num_value_heads, sizes.key_head_dim, sizes.value_head_dim
+    )
+    rows, _ = halo_rows_by_rank(ranges, boundaries, cp_size, sizes.conv_kernel_size)
+    return int(states.sum() + rows.sum() * sizes.conv_channels * sizes.element_size)

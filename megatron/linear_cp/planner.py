@@ -31,7 +31,7 @@ from megatron.linear_cp.layout import (
 from megatron.linear_cp.modes.heads import BUILT_IN_MODES, check_heads
 
 _MAX_TOKENS = 2**40
-# Routes between all pairs of ranks are listed for every option: time grows with the square.
+# The state of every head of every segment is counted: a segment a sequence, rank and half.
 _MAX_CP = 512
 # Their products, times the tokens, must stay within floats and 64-bit counts.
 _MAX_SIZE = 2**20

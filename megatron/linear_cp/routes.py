@@ -157,21 +157,55 @@ def build_layout_route(
     )
 
 
-def build_halo_route(
-    ranges: TokenRanges, boundaries: IntArray, cp_rank: int, cp_size: int, width: int
-) -> HaloRoute:
-    """Route of the conv halo for a kernel of ``width`` taps; see :class:`HaloRoute`."""
+@dataclass(frozen=True)
+class _Halo:
+    """What each segment reads before its first token; ``[N, width - 1]`` but for ``by_start``.
+
+    Attributes:
+        by_start: segments in the order of their first tokens.
+        wanted: the token that a segment reads at a tap.
+        inside: whether it belongs to the segment's sequence.
+        source, target: the rank that stores it, and the rank of the segment.
+        position: where ``source`` stores it.
+        remote: whether it is inside and stored elsewhere.
+    """
+
+    by_start: IntArray
+    wanted: IntArray
+    inside: np.ndarray
+    source: IntArray
+    target: IntArray
+    position: IntArray
+    remote: np.ndarray
+
+
+def _halo(ranges: TokenRanges, boundaries: IntArray, width: int) -> _Halo:
     by_start = np.argsort(ranges.start, kind="stable")
-    # wanted[j, i]: the token that segment j reads at tap i before its own first token.
     wanted = ranges.start[:, None] + np.arange(1 - width, 0, dtype=np.int64)[None, :]
     inside = wanted >= boundaries[ranges.sequence][:, None]
     holder = by_start[
         np.searchsorted(ranges.start[by_start], np.where(inside, wanted, 0), "right") - 1
     ]
     source = ranges.rank[holder]
-    position = ranges.offset[holder] + wanted - ranges.start[holder]
     target = np.broadcast_to(ranges.rank[:, None], wanted.shape)
-    remote = inside & (source != target)
+    return _Halo(
+        by_start=by_start,
+        wanted=wanted,
+        inside=inside,
+        source=source,
+        target=target,
+        position=ranges.offset[holder] + wanted - ranges.start[holder],
+        remote=inside & (source != target),
+    )
+
+
+def build_halo_route(
+    ranges: TokenRanges, boundaries: IntArray, cp_rank: int, cp_size: int, width: int
+) -> HaloRoute:
+    """Route of the conv halo for a kernel of ``width`` taps; see :class:`HaloRoute`."""
+    halo = _halo(ranges, boundaries, width)
+    by_start, wanted, inside, remote = halo.by_start, halo.wanted, halo.inside, halo.remote
+    source, target, position = halo.source, halo.target, halo.position
 
     def unique_tokens(mine: np.ndarray, peer: IntArray) -> IntArray:
         """[M, 2] sorted distinct (peer, global token) pairs: a token is sent once per receiver."""
@@ -209,8 +243,53 @@ def build_halo_route(
     )
 
 
-def build_state_route(ranges: TokenRanges, cp_rank: int, cp_size: int, heads: int) -> StateRoute:
-    """Route of the state scan for ``heads`` value heads; see :class:`StateRoute`."""
+def halo_rows_by_rank(
+    ranges: TokenRanges, boundaries: IntArray, cp_size: int, width: int
+) -> tuple[IntArray, bool]:
+    """Rows that every rank sends and gets back, ``[cp_size]``, and ``crosses``; see HaloRoute."""
+    halo = _halo(ranges, boundaries, width)
+    # A token is sent once to each rank that wants it.
+    tokens = int(boundaries[-1]) + 1
+    pairs = (halo.source * cp_size + halo.target) * tokens + halo.wanted
+    source, target = np.divmod(np.unique(pairs[halo.remote]) // tokens, cp_size)
+    rows = np.bincount(source, minlength=cp_size) + np.bincount(target, minlength=cp_size)
+    return rows, bool(halo.remote.any())
+
+
+@dataclass(frozen=True)
+class _StateRows:
+    """One row for each segment of a chain of several segments, and head; ``[N]`` columns.
+
+    Attributes:
+        key: tells units (a chain's head) apart.
+        owner: the rank that composes the unit.
+        rank: the rank that stores the segment.
+        local: index of the segment and head among all of that rank.
+        position: of the segment in its chain.
+        count: segments of the chain.
+        crosses: whether any chain spans ranks.
+    """
+
+    key: IntArray
+    owner: IntArray
+    rank: IntArray
+    local: IntArray
+    position: IntArray
+    count: IntArray
+    crosses: bool
+
+    @property
+    def sends(self) -> np.ndarray:
+        """Rows whose summary leaves: all but a chain's last."""
+        return self.position < self.count - 1
+
+    @property
+    def gets(self) -> np.ndarray:
+        """Rows that get an entry state: all but a chain's first."""
+        return self.position > 0
+
+
+def _state_rows(ranges: TokenRanges, cp_size: int, heads: int) -> _StateRows:
     by_start = np.argsort(ranges.start, kind="stable")
     sequence, rank = ranges.sequence[by_start], ranges.rank[by_start]
     local = _local_index(ranges.rank)[by_start]
@@ -223,27 +302,56 @@ def build_state_route(ranges: TokenRanges, cp_rank: int, cp_size: int, heads: in
     away = rank != rank[first[chain]] if len(chain) else opens
     crossing = np.bincount(chain, weights=away, minlength=1) > 0
 
-    # One row per (segment of a chain of several, head).
     several = np.flatnonzero(count[chain] > 1) if len(chain) else np.zeros(0, dtype=np.int64)
     segment = np.repeat(several, heads)
     head = np.tile(np.arange(heads, dtype=np.int64), len(several))
     units = int(crossing.sum()) * heads
     unit = (np.cumsum(crossing) - 1)[chain[segment]] * heads + head
-    owner = np.where(crossing[chain[segment]], unit * cp_size // max(units, 1), rank[segment])
-    row_rank, row_local, row_position = (
-        rank[segment],
-        local[segment] * heads + head,
-        position[segment],
+    return _StateRows(
+        key=chain[segment] * heads + head,
+        owner=np.where(crossing[chain[segment]], unit * cp_size // max(units, 1), rank[segment]),
+        rank=rank[segment],
+        local=local[segment] * heads + head,
+        position=position[segment],
+        count=count[chain[segment]],
+        crosses=bool(crossing.any()),
     )
-    row_count = count[chain[segment]]
-    sends = row_position < row_count - 1
-    middle = sends & (row_position > 0)
-    opening = sends & (row_position == 0)
-    gets = row_position > 0
+
+
+def state_bytes_by_rank(
+    ranges: TokenRanges, cp_size: int, heads: int, key_dim: int, value_dim: int
+) -> tuple[IntArray, bool]:
+    """:meth:`StateRoute.bytes_sent` of every rank at once, ``[cp_size]``, and ``crosses``."""
+    rows = _state_rows(ranges, cp_size, heads)
+    away = rows.owner != rows.rank
+
+    def counted(mask: np.ndarray, by: IntArray) -> IntArray:
+        return np.bincount(by[mask & away], minlength=cp_size)
+
+    opening = rows.position == 0
+    state, summary = key_dim * value_dim, key_dim * (key_dim + value_dim)
+    elements = (
+        counted(rows.sends & ~opening, rows.rank) * summary
+        + counted(rows.sends & opening, rows.rank) * state
+        # Entry states leave their owners, and what they get back in backward comes from there.
+        + counted(rows.gets, rows.owner) * state
+        + counted(rows.gets, rows.rank) * state
+        + counted(rows.sends, rows.owner) * state
+    )
+    return elements * 4, rows.crosses
+
+
+def build_state_route(ranges: TokenRanges, cp_rank: int, cp_size: int, heads: int) -> StateRoute:
+    """Route of the state scan for ``heads`` value heads; see :class:`StateRoute`."""
+    rows_of_all = _state_rows(ranges, cp_size, heads)
+    unit_key, owner = rows_of_all.key, rows_of_all.owner
+    row_rank, row_local = rows_of_all.rank, rows_of_all.local
+    row_position, row_count = rows_of_all.position, rows_of_all.count
+    sends, gets = rows_of_all.sends, rows_of_all.gets
+    middle, opening = sends & gets, sends & ~gets
 
     # Slots of the units this rank owns: longest chain first.
     owned = owner == cp_rank
-    unit_key = chain[segment] * heads + head
     owned_first = np.flatnonzero(owned & opening)
     slot_order = owned_first[np.argsort(-row_count[owned_first], kind="stable")]
     slot_key = unit_key[slot_order]
@@ -281,7 +389,7 @@ def build_state_route(ranges: TokenRanges, cp_rank: int, cp_size: int, heads: in
     # The segment at position p feeds the entry state of position p + 1: state row (p + 1, slot).
     grad_place = state_start[row_position[grad_rows]] + slots(grad_rows)
     return StateRoute(
-        crosses=bool(crossing.any()),
+        crosses=rows_of_all.crosses,
         middle_send=middle_send,
         middle_send_splits=middle_send_splits,
         middle_recv_splits=middle_recv_splits,

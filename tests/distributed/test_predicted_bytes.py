@@ -13,7 +13,7 @@ from megatron.linear_cp.testing.workers import run_distributed
 
 SHAPE = LayerShape(num_key_heads=4, num_value_heads=8, key_head_dim=8, value_head_dim=4)
 HIDDEN = 32
-LENGTHS = {"one": [512], "mixed": [512, 8, 16, 256, 0, 8], "short": [16] * 24}
+LENGTHS = {"one": [512], "mixed": [256, 8, 16, 8, 128, 0, 8, 8], "short": [16] * 24}
 OPTIONS = [
     ("headwise", "zigzag", "never"),
     ("all_gather", "zigzag", "never"),

@@ -64,6 +64,13 @@ def test_policies() -> None:
         check_move_sequences("often")
 
 
+def test_a_few_short_sequences_are_not_worth_copying_the_long_ones() -> None:
+    # On two H200s, moving some of the 64 sequences of 131,072 tokens took 1.5 % longer than none.
+    assert choose_for(bounds([131072] * 4 + [16]), 2, QWEN, "auto").moved == 0
+    assert choose_for(bounds([131072] * 4 + [16]), 2, QWEN, "always").moved == 5
+    assert choose_for(bounds([2048] * 4 + [16] * 60), 2, QWEN, "auto").moved == 60
+
+
 def test_one_short_sequence_is_not_worth_idle_ranks() -> None:
     assert choose_for(bounds([512]), 8, QWEN, "auto").moved == 0
     assert choose_for(bounds([512] * 8), 8, QWEN, "auto").moved == 8

@@ -7,12 +7,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.linear_cp.layout import TokenRanges, rank_indices, token_ranges
+from megatron.linear_cp.layout import (
+    TokenRanges,
+    mixed_token_ranges,
+    rank_indices,
+    token_ranges,
+)
 from megatron.linear_cp.routes import (
     HaloRoute,
     StateRoute,
     build_halo_route,
     build_state_route,
+    halo_rows_by_rank,
+    state_bytes_by_rank,
 )
 
 
@@ -180,6 +187,37 @@ def test_state_route(lengths: list[int], cp: int, layout: str, heads: int) -> No
     lengths[-1] += -sum(lengths) % cp
     cu = [0, *np.cumsum(lengths).tolist()]
     check_states(token_ranges(cu, cp, layout), cp, heads)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=lengths_strategy,
+    cp=st.integers(1, 5),
+    layout=st.sampled_from(["zigzag", "contiguous", "mixed"]),
+    heads=st.integers(1, 5),
+    width=st.integers(1, 7),
+    homes=st.lists(st.integers(-1, 4), min_size=20, max_size=20),
+)
+def test_counts_of_all_ranks_are_those_of_their_routes(
+    lengths: list[int], cp: int, layout: str, heads: int, width: int, homes: list[int]
+) -> None:
+    scale = 3 if layout == "contiguous" else 2 * cp
+    lengths = [n * scale for n in lengths]
+    lengths[-1] += -sum(lengths) % cp
+    cu = np.cumsum([0, *lengths])
+    if layout == "mixed":
+        home = np.array([min(homes[i % 20], cp - 1) for i in range(len(lengths))])
+        ranges = mixed_token_ranges(cu, cp, home)
+    else:
+        ranges = token_ranges(cu, cp, layout)
+    states = [build_state_route(ranges, rank, cp, heads) for rank in range(cp)]
+    halos = [build_halo_route(ranges, cu, rank, cp, width) for rank in range(cp)]
+    sent, crosses = state_bytes_by_rank(ranges, cp, heads, 3, 5)
+    assert sent.tolist() == [route.bytes_sent(rank, 3, 5) for rank, route in enumerate(states)]
+    assert {crosses} == {route.crosses for route in states}
+    rows, crosses = halo_rows_by_rank(ranges, cu, cp, width)
+    assert rows.tolist() == [sum(route.send_splits) + sum(route.recv_splits) for route in halos]
+    assert {crosses} == {route.crosses for route in halos}
 
 
 def test_cut_on_a_sequence_end_needs_no_collective() -> None:
