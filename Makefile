@@ -34,7 +34,7 @@ lint: venv ## ruff, formatting, mypy, shell scripts and workflows, changing noth
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@.venv/bin/shellcheck .ci/run tools/*.sh examples/*/*.sh
-	@.venv/bin/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	@.venv/bin/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*
 	@.venv/bin/zizmor --quiet --offline --config .github/zizmor.yml .github/workflows
 
 format: venv ## fix what ruff can fix, and format

@@ -70,10 +70,12 @@ def resolve_cp_group(
     static = single_rank_group() if static_cp_group is None else static_cp_group
     if packed_seq_params is None:
         return static
-    if not hasattr(packed_seq_params, "qkv_format"):
+    # Not its class: some frameworks have one of their own with these fields.
+    fields = ("qkv_format", "cp_group", "local_cp_size", *BOUNDARY_FIELDS)
+    if not all(hasattr(packed_seq_params, field) for field in fields):
         raise ValueError(
             f"packed_seq_params is a {type(packed_seq_params).__name__}; it must be a "
-            "megatron.core.packed_seq_params.PackedSeqParams"
+            "megatron.core.packed_seq_params.PackedSeqParams, or have its fields"
         )
     group = packed_seq_params.cp_group
     size = packed_seq_params.local_cp_size
