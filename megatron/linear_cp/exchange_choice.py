@@ -20,7 +20,7 @@ from megatron.linear_cp.segments import IntArray
 
 POLICIES = ("auto", "never", "always")
 # The busiest rank may hold this much more than the mean: bytes saved must not be paid in waiting.
-MAX_IMBALANCE = 1.1
+MAX_IMBALANCE = 1.25
 _PASSES = 4  # hidden states move to the working rank and back, in forward and in backward
 # A byte less on the wire is worth this many less copied in memory: about what an H200's 3.5 TB/s
 # are to NVLink's 200 GB/s. Over slower networks it is more.
