@@ -13,10 +13,11 @@ fitted to the times that are predicted. ``--profile`` predicts from constants of
 ``megatron.linear_cp.cost`` instead.
 
 Options that the plan cannot tell apart (headwise and all_gather on either layout, chunkwise where
-nothing is moved) count as one: the mean of a round. The choice is beaten if another option was the
-faster of the two in so many rounds that a fair coin would do it in one series of twenty (a sign
-test, since both of a round meet the same machine). Exit status 1 if it is beaten in more than one
-configuration of ten; a line also says by how much its median exceeds the least, if it does.
+nothing is moved) count as one: the mean of a round. Exit status 1 unless the choice has the least
+median in nine of ten configurations. Where it has not, a line says by how much it exceeds the
+least, and names the options that were faster beyond chance: in so many rounds that a fair coin
+would do it in one series of twenty (a sign test, since all of a round meet the same machine). Not
+being named proves nothing: with few rounds a difference of 2 or 3 % goes unseen.
 
 On a machine that does other work as well, ``--clock cpu`` counts the processor time of the busiest
 rank instead of the time that passes. It leaves out waiting, for others' work and for messages.
@@ -382,16 +383,19 @@ def main() -> int:
             f"{1e3 * m.seconds_per_collective:.2f} ms an exchange, "
             f"{1e6 * m.seconds_per_row:.2f} us a row"
         )
-    unbeaten = sum(not row.beaten_by for row in rows)
+    unbeaten, fastest = (
+        sum(not row.beaten_by for row in rows),
+        sum(row.loss == 0 for row in rows),
+    )
     print(
-        f"the choice is unbeaten in {unbeaten} of {len(rows)}; in {sum(r.loss == 0 for r in rows)} "
-        f"its median is the least, elsewhere over it by {100 * max(r.loss for r in rows):.1f} % "
-        "at most"
+        f"the choice has the least median in {fastest} of {len(rows)}, elsewhere exceeds it by "
+        f"{100 * max(r.loss for r in rows):.1f} % at most; no option is faster beyond chance in "
+        f"{unbeaten}"
     )
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump([asdict(row) for row in rows], file, indent=2)
-    return int(10 * unbeaten < 9 * len(rows))
+    return int(10 * fastest < 9 * len(rows))
 
 
 if __name__ == "__main__":

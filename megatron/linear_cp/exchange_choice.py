@@ -165,8 +165,8 @@ def _worth_the_copies(choice: ExchangeChoice, tokens: int, sizes: LayerSizes) ->
     """Whether moving some sequences saves more than putting all hidden states in order costs.
 
     However few sequences move, all tokens of a rank are copied before the layer and after it.
-    Where moving everything would send less than moving nothing, the question does not arise: no
-    micro-batch sends more than the better of these two.
+    Where moving everything would send less than moving nothing, the question does not arise: it
+    only ever falls back on the better of these two. (Balance may still keep sequences spread.)
     """
     scan = int(choice.scan_bytes.sum())
     copied = tokens * sizes.hidden_size * sizes.element_size * 2 * _PASSES  # read and written

@@ -71,7 +71,7 @@ def test_a_few_short_sequences_are_not_worth_copying_the_long_ones() -> None:
     assert choose_for(bounds([2048] * 4 + [16] * 60), 2, QWEN, "auto").moved == 60
 
 
-def test_no_more_is_sent_than_if_all_moved_or_none() -> None:
+def test_balanced_rows_send_no_more_than_if_all_moved_or_none() -> None:
     for length in range(64, 4096, 64):
         choice = choose_for(bounds([length] * 16), 2, QWEN, "auto")
         assert choice.total_bytes <= min(choice.scan_bytes.sum(), choice.move_bytes.sum()), length
