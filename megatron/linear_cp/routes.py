@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron.linear_cp.layout import TokenRanges, expand_runs, rank_indices
 from megatron.linear_cp.permute import RowSums
-from megatron.linear_cp.segments import HostTable, IntArray
+from megatron.linear_cp.segments import WANTS_BOTH, WANTS_OFFSET, HostTable, IntArray
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ class StateRoute:
         state_order: puts gradients that came back along ``state_recv`` into state-row order.
         grad_send, grad_recv: state rows whose gradient leaves an owner for the segment before.
         units_at: ``units_at[p]`` owned units that have a position ``p + 1``.
+        forward_wants, backward_wants: what of each local segment ``[N]`` is read, as
+            :mod:`megatron.linear_cp.segments` spells it.
     """
 
     crosses: bool
@@ -89,6 +91,8 @@ class StateRoute:
     grad_recv: HostTable
     grad_recv_splits: tuple[int, ...]
     units_at: tuple[int, ...]
+    forward_wants: HostTable
+    backward_wants: HostTable
 
     @property
     def is_empty(self) -> bool:
@@ -289,6 +293,21 @@ class _StateRows:
         return self.position > 0
 
 
+def summary_wants(ranges: TokenRanges) -> tuple[IntArray, IntArray]:
+    """What is read of every segment, in forward and in backward; see :class:`StateRoute`.
+
+    A first segment is entered by zero, so that its ``A`` says nothing, and nothing enters a state
+    before it; nothing follows a last one.
+    """
+    rows = _state_rows(ranges, 1, 1)
+    # One row for each segment of a chain of several, by its place in `ranges`, sorted by rank.
+    place = np.searchsorted(ranges.rank, rows.rank, side="left") + rows.local
+    forward, backward = np.zeros((2, len(ranges.rank)), dtype=np.int64)
+    forward[place] = np.where(rows.gets, WANTS_BOTH, WANTS_OFFSET) * rows.sends
+    backward[place] = WANTS_OFFSET * rows.gets
+    return forward, backward
+
+
 def _state_rows(ranges: TokenRanges, cp_size: int, heads: int) -> _StateRows:
     by_start = np.argsort(ranges.start, kind="stable")
     sequence, rank = ranges.sequence[by_start], ranges.rank[by_start]
@@ -384,6 +403,9 @@ def build_state_route(ranges: TokenRanges, cp_rank: int, cp_size: int, heads: in
     state_rows, state_send_splits = arriving(gets)
     grad_rows, grad_send_splits = arriving(sends)
 
+    here = ranges.rank == cp_rank
+    forward_wants, backward_wants = (wants[here] for wants in summary_wants(ranges))
+
     middle_place = middle_start[row_position[middle_rows] - 1] + slots(middle_rows)
     state_place = state_start[row_position[state_rows] - 1] + slots(state_rows)
     # The segment at position p feeds the entry state of position p + 1: state row (p + 1, slot).
@@ -408,6 +430,8 @@ def build_state_route(ranges: TokenRanges, cp_rank: int, cp_size: int, heads: in
         grad_recv=grad_recv,
         grad_recv_splits=grad_recv_splits,
         units_at=units_at,
+        forward_wants=HostTable(forward_wants),
+        backward_wants=HostTable(backward_wants),
     )
 
 

@@ -11,6 +11,9 @@ import torch
 T = TypeVar("T")
 IntArray = npt.NDArray[np.int64]
 
+# What is read of a segment's summary: nothing, ``b`` alone (``c`` in backward), or ``A`` and ``b``.
+WANTS_NOTHING, WANTS_OFFSET, WANTS_BOTH = 0, 1, 2
+
 # A captured CUDA graph holds addresses, not tensors: what it reads is kept here for good.
 _read_by_graphs: dict[int, torch.Tensor] = {}
 

@@ -15,7 +15,7 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -68,12 +68,32 @@ def _range(*bounds: Any) -> Iterator[int]:
 fla.ops.common.chunk_delta_h.range = _range
 
 from megatron.linear_cp.ops import fla_kernels, fla_rule, triton_wy
-from megatron.linear_cp.segments import Segments
+from megatron.linear_cp.segments import WANTS_BOTH, WANTS_OFFSET, HostTable, Segments
 from megatron.linear_cp.testing.parity import assert_all_close, make_rule_inputs
 from megatron.linear_cp.testing.reference import gated_delta_rule_reference
 
 NAMES = ("q", "k", "v", "g", "beta")
 SCALE = 0.3
+
+
+@contextlib.contextmanager
+def unwritten_is_nan() -> Iterator[None]:
+    """New tensors hold NaN until something is written."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def check_only_wanted(
+    wants: HostTable, whole: Sequence[tuple[torch.Tensor, int]], some: Sequence[torch.Tensor]
+) -> None:
+    """Wanted rows are those of the whole; no other was written."""
+    for (expected, level), actual in zip(whole, some, strict=True):
+        wanted = torch.from_numpy(wants.array >= level)
+        assert torch.equal(actual[wanted], expected[wanted])
+        assert bool(actual[~wanted].isnan().all())
 
 
 def check_rule(
@@ -109,11 +129,19 @@ def check_rule(
 
     fwd = fla_rule.prepare_forward(*(x[n] for n in NAMES), SCALE, segments)
     a, b = fla_rule.summarize(fwd)
+    wants = HostTable([n % 3 for n in range(len(lengths))])
+    with unwritten_is_nan():
+        check_only_wanted(
+            wants, [(a, WANTS_BOTH), (b, WANTS_OFFSET)], fla_rule.summarize(fwd, wants)
+        )
     fla_rule.forward_ahead(fwd)
     out, residual = fla_rule.forward(fwd, state)
     for kept in (residual, ()):
         bwd = fla_rule.prepare_backward(*(x[n] for n in NAMES), SCALE, segments, kept, state, do)
         adjoint = fla_rule.backward_summarize(bwd)
+        with unwritten_is_nan():
+            some = fla_rule.backward_summarize(bwd, wants)
+        check_only_wanted(wants, [(adjoint, WANTS_OFFSET)], [some])
         if kept:
             fla_rule.backward_ahead(bwd)
         grads = fla_rule.backward(bwd, dstate)

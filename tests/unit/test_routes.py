@@ -21,6 +21,7 @@ from megatron.linear_cp.routes import (
     halo_rows_by_rank,
     state_bytes_by_rank,
 )
+from megatron.linear_cp.segments import WANTS_BOTH, WANTS_OFFSET
 
 
 def deliver(sent: list[list[np.ndarray]]) -> list[np.ndarray]:
@@ -97,6 +98,18 @@ def check_states(ranges: TokenRanges, cp: int, heads: int) -> None:
 
     routes: list[StateRoute] = [build_state_route(ranges, r, cp, heads) for r in range(cp)]
     local = [np.flatnonzero(ranges.rank == r) for r in range(cp)]
+    # Whatever is not wanted may be anything, and everything wanted is sent.
+    for r, route in enumerate(routes):
+        forward, backward = route.forward_wants.array, route.backward_wants.array
+        assert len(forward) == len(backward) == len(local[r])
+        a[local[r][forward < WANTS_BOTH]] = np.nan
+        b[local[r][forward < WANTS_OFFSET]] = np.nan
+        c[local[r][backward < WANTS_OFFSET]] = np.nan
+        middle, first = (index.array // heads for index in (route.middle_send, route.first_send))
+        assert np.array_equal(np.unique(middle), np.flatnonzero(forward == WANTS_BOTH))
+        assert np.array_equal(np.unique(first), np.flatnonzero(forward == WANTS_OFFSET))
+        gets = np.unique(route.state_recv.array // heads)
+        assert np.array_equal(gets, np.flatnonzero(backward == WANTS_OFFSET))
 
     def rows(table: np.ndarray, rank: int) -> np.ndarray:
         return table[local[rank]].ravel()

@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.linear_cp.ops import torch_rule
-from megatron.linear_cp.segments import Segments
+from megatron.linear_cp.ops import torch_chunks, torch_rule
+from megatron.linear_cp.segments import (
+    WANTS_BOTH,
+    WANTS_NOTHING,
+    WANTS_OFFSET,
+    HostTable,
+    Segments,
+)
 from megatron.linear_cp.testing.parity import assert_all_close, make_rule_inputs
 from megatron.linear_cp.testing.reference import gated_delta_rule_reference
 
@@ -295,6 +301,50 @@ def test_no_value_is_read_on_the_host() -> None:
     do = random_like(inputs["v"], 1)
     with ForbidReads():
         run(inputs, RAGGED, 0.3, do, inputs["initial_state"])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_not_wanted_is_not_computed(seed: int) -> None:
+    """Wanted rows are bitwise those of the whole; steps outside them are not run."""
+    inputs, segments = ragged(torch.float32), Segments(boundaries(RAGGED))
+    q, k, v, g, beta = (inputs[name] for name in ("q", "k", "v", "g", "beta"))
+    fwd = torch_rule.prepare_forward(q, k, v, g, beta, 0.3, segments)
+    _, residual = torch_rule.forward(fwd, inputs["initial_state"])
+    bwd = torch_rule.prepare_backward(
+        q, k, v, g, beta, 0.3, segments, residual, inputs["initial_state"], random_like(v, 1)
+    )
+    whole = (*torch_rule.summarize(fwd), torch_rule.backward_summarize(bwd))
+    wants = HostTable(torch.randint(3, (len(RAGGED),), generator=torch.manual_seed(seed)).numpy())
+    some = (*torch_rule.summarize(fwd, wants), torch_rule.backward_summarize(bwd, wants))
+    levels = (WANTS_BOTH, WANTS_OFFSET, WANTS_OFFSET)
+    for expected, actual, level in zip(whole, some, levels, strict=True):
+        wanted = torch.from_numpy(wants.array >= level)
+        assert torch.equal(actual[wanted], expected[wanted])
+
+
+def chunks_run(wants: Sequence[int] | None, level: int) -> int:
+    inputs, segments = ragged(torch.float32), Segments(boundaries(RAGGED))
+    rows = (inputs[name] for name in ("q", "k", "v", "g", "beta"))
+    chunks = torch_rule.prepare_forward(*rows, 0.3, segments)
+    table = None if wants is None else HostTable(wants)
+    blocks = torch_chunks.narrowed(chunks, table, level)
+    covered = [chunk for block in blocks for a, b, _ in block.pieces for chunk in range(a, b)]
+    assert all(block.start <= a < b <= block.stop for block in blocks for a, b, _ in block.pieces)
+    assert sorted(set(covered)) == sorted(covered)
+    return len(covered)
+
+
+def test_narrowed_to_the_chunks_of_what_is_wanted() -> None:
+    """RAGGED has segments of 1, 3, 1, 1, 2 and 1 chunks; in step order 1, 4, 0, 2, 3, 5."""
+    assert chunks_run(None, WANTS_BOTH) == 9
+    assert chunks_run([WANTS_BOTH] * 6, WANTS_BOTH) == 9
+    assert chunks_run([WANTS_OFFSET] * 6, WANTS_BOTH) == 0
+    assert chunks_run([WANTS_NOTHING] * 6, WANTS_OFFSET) == 0
+    longest = [WANTS_NOTHING, WANTS_OFFSET, *[WANTS_NOTHING] * 4]
+    assert chunks_run(longest, WANTS_OFFSET) == 3
+    # Those between the first and the last in step order are run as well.
+    assert chunks_run([0, WANTS_BOTH, 0, WANTS_BOTH, 0, 0], WANTS_BOTH) == 3 + 2 + 1 + 1 + 1
+    assert chunks_run([0, 0, 0, WANTS_BOTH, 0, WANTS_BOTH], WANTS_BOTH) == 2
 
 
 def test_nothing_is_kept_where_it_would_be_large(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from megatron.linear_cp.ops import fla_capabilities
 from megatron.linear_cp.ops.triton_summary import CHUNK
-from megatron.linear_cp.segments import HostTable, IntArray, Segments
+from megatron.linear_cp.segments import WANTS_BOTH, HostTable, IntArray, Segments
 
 # Float32 inputs mean that accuracy is wanted: Triton's own default, tf32, keeps 10 bits.
 FLOAT32_PRECISION = "tf32x3"
@@ -32,6 +32,7 @@ class Part:
     cu_seqlens: HostTable
     chunk_indices: HostTable
     chunk_offsets: HostTable
+    all_wanted: HostTable
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ def _make_part(offsets: IntArray, first: int, last: int) -> Part:
         cu_seqlens=HostTable(cu_seqlens),
         chunk_indices=HostTable(chunk_indices),
         chunk_offsets=HostTable(chunk_offsets),
+        all_wanted=HostTable(np.full(last - first, WANTS_BOTH)),
     )
 
 

@@ -27,7 +27,7 @@ from megatron.linear_cp.ops.fla_kernels import kernels as kernels_of_release
 from megatron.linear_cp.ops.triton_gradients import chunk_gradients
 from megatron.linear_cp.ops.triton_summary import CHUNK, segment_adjoint, segment_summary
 from megatron.linear_cp.ops.triton_wy import w_and_u, wy_representation
-from megatron.linear_cp.segments import Segments
+from megatron.linear_cp.segments import HostTable, Segments
 
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_KEY_DIM = 256  # FLA's state kernels hold at most four blocks of 64
@@ -209,11 +209,23 @@ def prepare_forward(
     return _Forward(parts=parts, like=v.new_empty(0, k.shape[-1], *v.shape[2:]))
 
 
-def summarize(fwd: _Forward) -> tuple[Tensor, Tensor]:
+def _wants_of(part: Part, wants: HostTable | None, device: torch.device) -> Tensor:
+    """``wants``, or everything, of one part's segments, on the device."""
+    if wants is None:
+        return part.all_wanted.on(device, torch.int32)
+    return wants.on(device, torch.int32)[part.first_segment : part.last_segment]
+
+
+def summarize(fwd: _Forward, wants: HostTable | None = None) -> tuple[Tensor, Tensor]:
     """The summary of every segment: ``S_out = A @ S_in + b``.
 
+    Args:
+        fwd: of :func:`prepare_forward`.
+        wants: ``[N]`` what will be read of each segment, as in
+            :mod:`megatron.linear_cp.segments`; None means everything.
+
     Returns:
-        ``A [N, HV, K, K]`` and ``b [N, HV, K, V]``, float32.
+        ``A [N, HV, K, K]`` and ``b [N, HV, K, V]``, float32; undefined where not wanted.
     """
     key_dim, num_heads, value_dim = fwd.like.shape[1:]
     if not fwd.parts:
@@ -226,6 +238,7 @@ def summarize(fwd: _Forward) -> tuple[Tensor, Tensor]:
             x.u,
             x.g,
             x.part.cu_seqlens.on(x.k.device, torch.int32),
+            _wants_of(x.part, wants, x.k.device),
             kernels_of_release().log2_decay,
             FLOAT32_PRECISION,
         )
@@ -314,8 +327,13 @@ def prepare_backward(
     return _Backward(parts, initial_state, (q, k, v, g, beta))
 
 
-def backward_summarize(bwd: _Backward) -> Tensor:
-    """``c [N, HV, K, V]`` float32: dL/dS_in of each segment, its final state without gradient."""
+def backward_summarize(bwd: _Backward, wants: HostTable | None = None) -> Tensor:
+    """``c [N, HV, K, V]`` float32: dL/dS_in of each segment, its final state without gradient.
+
+    Args:
+        bwd: of :func:`prepare_backward`.
+        wants: as in :func:`summarize`; what is not wanted is undefined.
+    """
     _, k, v, _, _ = bwd.inputs
     if not bwd.parts:
         return _empty_states(v, k.shape[-1], v.shape[-1])
@@ -328,6 +346,7 @@ def backward_summarize(bwd: _Backward) -> Tensor:
             p.dv_local,
             p.inputs.g,
             p.inputs.part.cu_seqlens.on(v.device, torch.int32),
+            _wants_of(p.inputs.part, wants, v.device),
             p.inputs.scale,
             kernels_of_release().log2_decay,
             FLOAT32_PRECISION,

@@ -100,7 +100,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         prepared = kernels.prepare_forward(q, k, v, g, beta, scale, plan.segments)
         initial_state = kept = None
         if not route.is_empty:
-            a, b = kernels.summarize(prepared)
+            a, b = kernels.summarize(prepared, route.forward_wants)
             if route.crosses:
                 scan = on_side_stream(lambda: state_scan.entry_states(a, b, route, group), (a, b))
                 kernels.forward_ahead(prepared)
@@ -123,7 +123,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         )
         final_state_grad = None
         if not route.is_empty:
-            c = kernels.backward_summarize(prepared)
+            c = kernels.backward_summarize(prepared, route.backward_wants)
             group = plan.group if route.crosses else None
             if route.crosses:
                 scan = on_side_stream(

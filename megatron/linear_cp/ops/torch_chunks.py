@@ -111,6 +111,35 @@ def _blocks(layout: Layout, elements: int, device: torch.device) -> tuple[Block,
     return tuple(blocks)
 
 
+def narrowed(chunks: "Chunks", wants: HostTable | None, level: int) -> tuple[Block, ...]:
+    """The blocks of ``chunks``, cut to the segments of which ``level`` or more is wanted.
+
+    Those between the first and the last of them in step order are kept as well: a step stays one
+    slice.
+    """
+    if wants is None:
+        return chunks.blocks
+    wanted = np.flatnonzero(wants.array[chunks.layout.order.array] >= level)
+    if len(wanted) in (0, len(wants)):
+        return chunks.blocks if len(wanted) else ()
+    first, last = int(wanted[0]), int(wanted[-1]) + 1
+    blocks: list[Block] = []
+    for block in chunks.blocks:
+        run: list[tuple[int, int, int]] = []
+        for a, b, row in block.pieces:
+            start, stop = max(row, first), min(row + b - a, last)
+            if start >= stop:
+                continue
+            piece = (a + start - row, a + stop - row, start)
+            if run and run[-1][1] != piece[0]:
+                blocks.append(Block(run[0][0], run[-1][1], tuple(run)))
+                run = []
+            run.append(piece)
+        if run:
+            blocks.append(Block(run[0][0], run[-1][1], tuple(run)))
+    return tuple(blocks)
+
+
 def _inverse_(lower: Tensor) -> Tensor:
     """Replace lower triangular ``L [B, C, C]`` (diagonal ignored) by ``(I + strict(L))^-1``.
 

@@ -29,11 +29,12 @@ from megatron.linear_cp.ops.torch_chunks import (
     Block,
     Chunks,
     from_chunks,
+    narrowed,
     prepare_chunks,
     restore_chunks,
     to_chunks,
 )
-from megatron.linear_cp.segments import Segments
+from megatron.linear_cp.segments import WANTS_BOTH, WANTS_OFFSET, HostTable, Segments
 
 # Below this a layer keeps what backward would recompute (a third of the time), above it nothing.
 KEEP_BYTES = 64 * 2**20
@@ -186,14 +187,29 @@ def prepare_forward(
         return prepare_chunks(q, k, v, g, beta, scale, segments)
 
 
-def summarize(fwd: Chunks) -> tuple[Tensor, Tensor]:
-    """``A [N, HV, K, K]`` and ``b [N, HV, K, V]`` of each segment: ``S_out = A S_in + b``."""
+def summarize(fwd: Chunks, wants: HostTable | None = None) -> tuple[Tensor, Tensor]:
+    """The summary of each segment: ``S_out = A S_in + b``.
+
+    Args:
+        fwd: from `prepare_forward`.
+        wants: ``[N]`` what will be read of each segment, as in
+            :mod:`megatron.linear_cp.segments`; None means everything.
+
+    Returns:
+        ``A [N, HV, K, K]`` and ``b [N, HV, K, V]``; what is not wanted is undefined.
+    """
     with _exact(fwd.qk.device):
         offset = _sorted_state(fwd, None)
-        eye = torch.eye(fwd.qk.shape[3], dtype=offset.dtype, device=offset.device)
-        transition = eye[:, None].repeat(*offset.shape[:2], 1, offset.shape[3], 1)
-        for block in fwd.blocks:
+        key_dim, group = fwd.qk.shape[3], offset.shape[3]
+        for block in narrowed(fwd, wants, WANTS_OFFSET):
             _advance(fwd, block, offset)
+        blocks = narrowed(fwd, wants, WANTS_BOTH)
+        if not blocks:
+            offset = _segment_state(fwd, offset)
+            return offset.new_empty(*offset.shape[:2], key_dim, key_dim), offset
+        eye = torch.eye(key_dim, dtype=offset.dtype, device=offset.device)
+        transition = eye[:, None].repeat(*offset.shape[:2], 1, group, 1)
+        for block in blocks:
             _advance(fwd, block, transition, values=False)
         return _segment_state(fwd, transition), _segment_state(fwd, offset)
 
@@ -341,14 +357,18 @@ def _retreat(bwd: _Backward, block: Block, dstate: Tensor, scratch: _Scratch) ->
     return part
 
 
-def backward_summarize(bwd: _Backward) -> Tensor:
+def backward_summarize(bwd: _Backward, wants: HostTable | None = None) -> Tensor:
     """``c [N, HV, K, V]``: gradient of each entry state when no gradient enters from the exit.
 
     With a gradient ``dS_out`` at the exit, the gradient at the entry is ``A^T dS_out + c``.
+
+    Args:
+        bwd: from `prepare_backward`.
+        wants: as in `summarize`; what is not wanted is undefined.
     """
     with _exact(bwd.do.device):
         dstate, scratch = _sorted_state(bwd.chunks, None), _new_scratch(bwd)
-        for block in reversed(bwd.chunks.blocks):
+        for block in reversed(narrowed(bwd.chunks, wants, WANTS_OFFSET)):
             _retreat(bwd, block, dstate, scratch)
         return _segment_state(bwd.chunks, dstate)
 

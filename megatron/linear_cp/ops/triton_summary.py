@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.linear_cp import segments
+
 CHUNK = 64  # tokens per chunk of the WY representation, fixed by FLA's kernels
 _NUM_WARPS = 4
 # Columns per program: with 64 the products run on Hopper's warp-group units. Two stages overlap
@@ -23,6 +25,7 @@ _SMALL_COLUMNS, _SMALL_STAGES = 32, 1  # large keys, or little shared memory
 # Compiled for a few launches, and each product becomes three: what matters is how long that takes.
 _FLOAT32_COLUMNS, _FLOAT32_WARPS = 16, 8
 _SHARED_MEMORY = 70_000
+WANTS_OFFSET, WANTS_BOTH = (tl.constexpr(x) for x in (segments.WANTS_OFFSET, segments.WANTS_BOTH))
 
 
 @triton.jit
@@ -40,6 +43,7 @@ def _summary_kernel(
     a,
     b,
     cu_seqlens,
+    wants,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -62,6 +66,9 @@ def _summary_kernel(
     eos = tl.load(cu_seqlens + i_n + 1).to(tl.int64)
 
     is_b = i_c < NUM_B
+    # Nobody reads what is not wanted: no chunk is walked for it and nothing written.
+    wanted = tl.load(wants + i_n) >= tl.where(is_b, WANTS_OFFSET, WANTS_BOTH)
+    eos = tl.where(wanted, eos, bos)
     o_c = tl.where(is_b, i_c, i_c - NUM_B) * BC + tl.arange(0, BC)
     o_k = tl.arange(0, BK)
     o_i = tl.arange(0, BT)
@@ -91,10 +98,10 @@ def _summary_kernel(
 
     if is_b:
         p_out = b + (i_nh * K + o_k[None, :]) * V + o_c[:, None]
-        tl.store(p_out, state, mask=m_k[None, :] & (o_c < V)[:, None])
+        tl.store(p_out, state, mask=m_k[None, :] & ((o_c < V) & wanted)[:, None])
     else:
         p_out = a + (i_nh * K + o_k[None, :]) * K + o_c[:, None]
-        tl.store(p_out, state, mask=m_k[None, :] & (o_c < K)[:, None])
+        tl.store(p_out, state, mask=m_k[None, :] & ((o_c < K) & wanted)[:, None])
 
 
 @triton.jit
@@ -107,6 +114,7 @@ def _adjoint_kernel(
     g,
     c,
     cu_seqlens,
+    wants,
     scale,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -126,6 +134,8 @@ def _adjoint_kernel(
     i_h = i_nh % HV
     bos = tl.load(cu_seqlens + i_n).to(tl.int64)
     eos = tl.load(cu_seqlens + i_n + 1).to(tl.int64)
+    wanted = tl.load(wants + i_n) >= WANTS_OFFSET
+    eos = tl.where(wanted, eos, bos)
 
     o_c = i_c * BC + tl.arange(0, BC)
     o_k = tl.arange(0, BK)
@@ -165,7 +175,7 @@ def _adjoint_kernel(
         state = tl.dot((-value).to(weights.dtype), weights, state, input_precision=PRECISION)
 
     p_out = c + (i_nh * K + o_k[None, :]) * V + o_c[:, None]
-    tl.store(p_out, state, mask=m_k[None, :] & m_c[:, None])
+    tl.store(p_out, state, mask=m_k[None, :] & (m_c & wanted)[:, None])
 
 
 @functools.cache
@@ -192,7 +202,14 @@ def _tiles(like: Tensor, key_dim: int, columns: int, stages: int) -> dict[str, i
 
 
 def segment_summary(
-    k: Tensor, w: Tensor, u: Tensor, g: Tensor, cu_seqlens: Tensor, log2_decay: bool, precision: str
+    k: Tensor,
+    w: Tensor,
+    u: Tensor,
+    g: Tensor,
+    cu_seqlens: Tensor,
+    wants: Tensor,
+    log2_decay: bool,
+    precision: str,
 ) -> tuple[Tensor, Tensor]:
     """The affine map of the state over each segment: ``S_out = A @ S_in + b``.
 
@@ -202,11 +219,12 @@ def segment_summary(
         u: ``[1, T, HV, V]``, likewise.
         g: ``[1, T, HV]`` float32 decay, cumulative within each chunk.
         cu_seqlens: ``[N + 1]`` integer boundaries on the device.
+        wants: ``[N]`` int32 on the device, as in :mod:`megatron.linear_cp.segments`.
         log2_decay: ``g`` is in powers of two.
         precision: of float32 products, Triton's ``input_precision``.
 
     Returns:
-        ``A [N, HV, K, K]`` and ``b [N, HV, K, V]``, float32.
+        ``A [N, HV, K, K]`` and ``b [N, HV, K, V]``, float32; undefined where not wanted.
     """
     (_, _, num_value_heads, value_dim), (num_key_heads, key_dim) = u.shape, k.shape[2:]
     num_segments = cu_seqlens.shape[0] - 1
@@ -222,6 +240,7 @@ def segment_summary(
         a,
         b,
         cu_seqlens,
+        wants,
         H=num_key_heads,
         HV=num_value_heads,
         K=key_dim,
@@ -241,6 +260,7 @@ def segment_adjoint(
     dv: Tensor,
     g: Tensor,
     cu_seqlens: Tensor,
+    wants: Tensor,
     scale: float,
     log2_decay: bool,
     precision: str,
@@ -255,12 +275,13 @@ def segment_adjoint(
         dv: ``[1, T, HV, V]`` gradient of the new values from the outputs of their own chunk.
         g: ``[1, T, HV]`` float32 decay, cumulative within each chunk.
         cu_seqlens: ``[N + 1]`` integer boundaries on the device.
+        wants: ``[N]`` int32 on the device, as in :mod:`megatron.linear_cp.segments`.
         scale: factor on ``q``.
         log2_decay: ``g`` is in powers of two.
         precision: of float32 products, Triton's ``input_precision``.
 
     Returns:
-        ``c [N, HV, K, V]``, float32.
+        ``c [N, HV, K, V]``, float32; undefined where not wanted.
     """
     (_, _, num_value_heads, value_dim), (num_key_heads, key_dim) = do.shape, k.shape[2:]
     num_segments = cu_seqlens.shape[0] - 1
@@ -276,6 +297,7 @@ def segment_adjoint(
         g,
         c,
         cu_seqlens,
+        wants,
         scale,
         H=num_key_heads,
         HV=num_value_heads,
