@@ -15,11 +15,12 @@ def chunkwise(inputs: GatedDeltaNetInputs, plan: ContextParallelPlan) -> torch.T
     With ``state_exchange="fla"`` FLA exchanges; the plan must then be of the contiguous layout.
     """
     if inputs.state_exchange == "fla" and plan.cp_size > 1:
-        return _fla_exchange(inputs, plan)
+        return run_fla_rule(inputs, plan)
     return run_rule(inputs, plan)
 
 
-def _fla_exchange(inputs: GatedDeltaNetInputs, plan: ContextParallelPlan) -> torch.Tensor:
+def run_fla_rule(inputs: GatedDeltaNetInputs, plan: ContextParallelPlan) -> torch.Tensor:
+    """FLA's own convolution and rule under its context parallelism, at any CP size."""
     # Imported late, with FLA.
     from megatron.linear_cp.ops import fla_exchange
 
