@@ -7,9 +7,9 @@
 For every configuration all modes and layouts run in one job, round after round, so that a slow
 moment of the machine meets all of them; a time is the median over rounds of the slowest rank.
 What the prediction needs of the machine is measured first, with as many ranks: what an exchange
-costs in the middle of work, its bandwidth, that of memory, and the rates of products, of the rule
-(with these heads and with one key head) and of summaries, without context parallelism. Nothing is
-fitted to the times that are predicted. ``--profile`` predicts from constants of
+costs in the middle of work, its bandwidth, that of the copies around it, and the rates of products,
+of the rule (with these heads and with one key head) and of summaries, without context parallelism.
+Nothing is fitted to the times that are predicted. ``--profile`` predicts from constants of
 ``megatron.linear_cp.cost`` instead.
 
 Options that the plan cannot tell apart (headwise and all_gather on either layout, chunkwise where
@@ -24,8 +24,10 @@ rank instead of the time that passes. It leaves out waiting, for others' work an
 """
 
 import argparse
+import itertools
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -55,7 +57,7 @@ from megatron.linear_cp.testing.parity import make_rule_inputs
 from megatron.linear_cp.testing.workers import run_distributed
 
 HIDDEN, TOKENS = 256, 1024
-EXCHANGED, COPIED, PRODUCT = 4 * 2**20, 2 * 2**20, 384  # bytes, bytes, rows and columns
+EXCHANGED, PRODUCT = 4 * 2**20, 384  # bytes, rows and columns
 STOPS, BETWEEN = 6, 5  # exchanges in a row of work, products between two of them
 HEADS = {
     "4/8 of 32": LayerShape(4, 8, 32, 32),
@@ -116,6 +118,21 @@ class Row:
         return self.measured[0] / min(self.measured) - 1
 
     @property
+    def is_fastest_on_zigzag(self) -> bool:
+        """Whether the first option for stacks that need zigzag has the least median of those."""
+        there = [
+            time
+            for name, time in zip(self.names, self.measured, strict=True)
+            if "contiguous" not in name
+        ]
+        return there[0] == min(there)
+
+    @property
+    def pairs_in_order(self) -> list[bool]:
+        """For every two groups, whether the one predicted faster was."""
+        return [a <= b for a, b in itertools.combinations(self.measured, 2)]
+
+    @property
     def beaten_by(self) -> list[str]:
         """The groups that are faster than the choice beyond chance."""
         choice, *others = self.rounds
@@ -137,6 +154,28 @@ def make_exchange(size: int) -> Callable[[], Any]:
     rows = torch.ones(ranks, size // (4 * (ranks - 1)))
     out = torch.empty_like(rows)
     return lambda: dist.all_to_all_single(out, rows)
+
+
+def make_copies(shape: LayerShape) -> tuple[int, Callable[[], Any]]:
+    """The copies before and after an exchange by heads, and the bytes that they read and write.
+
+    Parts are joined, rows dealt by rank and put into order, as headwise does. The narrow pieces
+    make it several times as slow as copying the same bytes in one run.
+    """
+    ranks = dist.get_world_size()
+    widths = (
+        shape.num_key_heads * shape.key_head_dim,
+        shape.num_key_heads * shape.key_head_dim,
+        shape.num_value_heads * shape.value_head_dim,
+    )
+    parts = [torch.ones(TOKENS, ranks, -(-width // ranks)) for width in widths]
+    order = torch.randperm(TOKENS * ranks)
+
+    def copy() -> torch.Tensor:
+        rows = torch.cat(parts, dim=-1).transpose(0, 1).flatten(0, 1)
+        return rows.index_select(0, order)
+
+    return 6 * sum(part.numel() * part.element_size() for part in parts), copy
 
 
 def seconds_per_stop(product: Callable[[], Any], rounds: int, clock: str) -> float:
@@ -162,16 +201,15 @@ def seconds_per_stop(product: Callable[[], Any], rounds: int, clock: str) -> flo
     return statistics.median(differences) / (STOPS - 1)
 
 
-def rule_seconds(shape: LayerShape, rounds: int, clock: str) -> float:
-    """Median seconds of convolution, gates and rule, both ways, with all ranks at work."""
+def rule_step(shape: LayerShape) -> Callable[[], Any]:
+    """Convolution, gates and rule, both ways, of ``TOKENS`` tokens without context parallelism."""
     plan = ContextParallelPlan.build([0, TOKENS], None)
     tensors = make_layer_inputs(shape, TOKENS, torch.float32)
-    step = lambda: run_mode("chunkwise", plan, tensors, shape)  # noqa: E731
-    return statistics.median(_times(step, rounds, clock))
+    return lambda: run_mode("chunkwise", plan, tensors, shape)
 
 
-def summary_seconds(shape: LayerShape, rounds: int, clock: str) -> float:
-    """Median seconds of the forward summary of a segment of ``TOKENS``."""
+def summary_step(shape: LayerShape) -> Callable[[], Any]:
+    """``A``, ``b`` and ``c`` of a segment of ``TOKENS``."""
     plan = ContextParallelPlan.build([0, TOKENS], None)
     inputs = make_rule_inputs(
         TOKENS,
@@ -181,8 +219,31 @@ def summary_seconds(shape: LayerShape, rounds: int, clock: str) -> float:
         value_dim=shape.value_head_dim,
         dtype=torch.float32,
     )
-    prepared = torch_rule.prepare_forward(**inputs, scale=1.0, segments=plan.segments)
-    return statistics.median(_times(lambda: torch_rule.summarize(prepared), rounds, clock))
+    forward = torch_rule.prepare_forward(**inputs, scale=1.0, segments=plan.segments)
+    o, residual = torch_rule.forward(forward, None)
+    backward = torch_rule.prepare_backward(
+        **inputs, scale=1.0, segments=plan.segments, residual=residual, initial_state=None, do=o
+    )
+
+    def step() -> None:
+        torch_rule.summarize(forward)
+        torch_rule.backward_summarize(backward)
+
+    return step
+
+
+def in_turn(steps: dict[str, Callable[[], Any]], rounds: int, clock: str) -> dict[str, float]:
+    """Median seconds of each step, round after round: their differences are wanted."""
+    for step in steps.values():
+        step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            dist.barrier()
+            start = CLOCKS[clock]()
+            step()
+            times[name].append(CLOCKS[clock]() - start)
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def _times(step: Callable[[], Any], rounds: int, clock: str) -> list[float]:
@@ -198,18 +259,24 @@ def _times(step: Callable[[], Any], rounds: int, clock: str) -> list[float]:
 
 def figures(shape: LayerShape, rounds: int, clock: str) -> dict[str, float]:
     """Seconds of exchanges, a copy, a product, the rule and a summary, on this rank."""
-    x, memory = torch.ones(PRODUCT, PRODUCT), torch.ones(COPIED // 4)
+    x, (copied, copies) = torch.ones(PRODUCT, PRODUCT), make_copies(shape)
     product = lambda: x @ x  # noqa: E731
     often = 4 * rounds
     return {
         "stop": seconds_per_stop(product, often, clock),
         "small": statistics.median(_times(make_exchange(4096), often, clock)),
         "large": statistics.median(_times(make_exchange(EXCHANGED), often, clock)),
-        "copy": statistics.median(_times(memory.clone, often, clock)),
+        "copied byte": statistics.median(_times(copies, often, clock)) / copied,
         "product": statistics.median(_times(product, often, clock)),
-        "rule": rule_seconds(shape, rounds, clock),
-        "one key head": rule_seconds(_one_key_head(shape), rounds, clock),
-        "summary": summary_seconds(shape, rounds, clock),
+        **in_turn(
+            {
+                "rule": rule_step(shape),
+                "one key head": rule_step(_one_key_head(shape)),
+                "summary": summary_step(shape),
+            },
+            2 * rounds,
+            clock,
+        ),
     }
 
 
@@ -227,7 +294,8 @@ def measure_machine(cp: int, shape: LayerShape, rounds: int, clock: str) -> Mach
     flops, few_flops = (_rule_flops(heads) for heads in (shape, few))
     rate = (flops - few_flops) / (slowest["rule"] - slowest["one key head"])
     workload = make_workload(shape, (TOKENS,), MACHINES["cpu"])
-    summary = TOKENS * summary_flops(workload, shape.num_value_heads, backward=False)
+    per_row = summary_flops(workload, shape.num_value_heads)
+    summary = TOKENS * (per_row.offset + per_row.transition + per_row.gradient)
     # Half at least: noise in the small exchange must not make the network infinitely fast.
     moving = max(slowest["large"] - slowest["small"], slowest["large"] / 2)
     return Machine(
@@ -235,12 +303,13 @@ def measure_machine(cp: int, shape: LayerShape, rounds: int, clock: str) -> Mach
         flops_per_second=rate,
         summary_flops_per_second=summary / slowest["summary"],
         dense_flops_per_second=2 * PRODUCT**3 / slowest["product"],
-        memory_bytes_per_second=2 * COPIED / slowest["copy"],
+        memory_bytes_per_second=1 / slowest["copied byte"],
         # Noise must not make it cheaper than it is alone.
         seconds_per_collective=max(slowest["stop"], slowest["small"]),
         seconds_per_row=max(slowest["one key head"] - few_flops / rate, 0.0) / TOKENS,
         shrinks_chunks=MACHINES["cpu"].shrinks_chunks,
         element_size=4,
+        cores=len(os.sched_getaffinity(0)),
     )
 
 
@@ -391,6 +460,12 @@ def main() -> int:
         f"the choice has the least median in {fastest} of {len(rows)}, elsewhere exceeds it by "
         f"{100 * max(r.loss for r in rows):.1f} % at most; no option is faster beyond chance in "
         f"{unbeaten}"
+    )
+    pairs = [right for row in rows for right in row.pairs_in_order]
+    print(
+        f"among the options on zigzag it has the least median in "
+        f"{sum(row.is_fastest_on_zigzag for row in rows)} of {len(rows)}; of any two options the "
+        f"one predicted faster was in {sum(pairs)} of {len(pairs)}"
     )
     if arguments.json:
         with open(arguments.json, "w") as file:

@@ -3,8 +3,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron.linear_cp.exchange_choice import LayerSizes, choose_for
 from megatron.linear_cp.layout import (
@@ -14,8 +16,8 @@ from megatron.linear_cp.layout import (
     token_ranges,
 )
 from megatron.linear_cp.modes.heads import heads_fit
-from megatron.linear_cp.routes import halo_rows_by_rank, state_bytes_by_rank
-from megatron.linear_cp.segments import IntArray
+from megatron.linear_cp.routes import halo_rows_by_rank, state_bytes_by_rank, summary_wants
+from megatron.linear_cp.segments import WANTS_BOTH, WANTS_OFFSET, IntArray
 
 _CHUNK = 64
 # Backward does about two products for each of forward's, and repeats part of forward.
@@ -35,13 +37,16 @@ class Machine:
             time and not in the count.
         summary_flops_per_second: what it computes in the summaries of segments.
         dense_flops_per_second: what it computes in large products, which the projections are.
-        memory_bytes_per_second: what it reads or writes of its own memory.
+        memory_bytes_per_second: what it reads or writes of its own memory in such copies.
         seconds_per_collective: what one exchange takes however little it moves, waiting for the
             slowest rank included.
         seconds_per_row: what a token takes in the rule however few heads the rank runs; headwise
             runs more tokens with fewer heads.
         shrinks_chunks: the kernels take smaller chunks where every segment is short.
         element_size: bytes of an activation.
+        cores: processors that the ranks share, where they are fewer: a rank that is done leaves
+            its part to the others, and all rates are those of a time when every rank is at work.
+            None where each has its own, as on GPUs.
     """
 
     bytes_per_second: float
@@ -53,19 +58,20 @@ class Machine:
     seconds_per_row: float
     shrinks_chunks: bool
     element_size: int
+    cores: int | None = None
 
 
 MACHINES = {
     # 200 GB/s is about what all-to-alls reach between two H200s of a host (8.6 GB in 13 % of 346
     # ms, docs/multi_gpu_2xh200.txt); across hosts use the network's figure. 100 and 650 TFLOP/s
-    # give 16.8 ms for the layer that docs/benchmarks.md has at 18.0; 260 makes the summaries 12 %
+    # give 16.8 ms for the layer that docs/benchmarks.md has at 18.0; 300 makes the summaries 12 %
     # of the rule, as there. 3.5 TB/s is about what a copy reaches. 20 us is what NCCL usually needs
     # to start inside one host: assumed, not measured, as is that a token's kernels cost nothing
     # beside their heads.
-    "gpu": Machine(200e9, 100e12, 260e12, 650e12, 3.5e12, 20e-6, 0.0, False, 2),
+    "gpu": Machine(200e9, 100e12, 300e12, 650e12, 3.5e12, 20e-6, 0.0, False, 2),
     # fp32 over gloo on the loopback, torch kernels: what `tools/sweep_plan_choice.py` measured for
     # two ranks with a core each (medians over three head shapes). It measures any machine.
-    "cpu": Machine(1.5e9, 19e9, 8e9, 107e9, 17e9, 1.0e-3, 8e-6, True, 4),
+    "cpu": Machine(1.4e9, 19e9, 7.5e9, 100e9, 14e9, 1.0e-3, 10e-6, True, 4),
 }
 _GPU = MACHINES["gpu"]
 
@@ -83,7 +89,7 @@ class Workload:
         element_size, bytes_per_second, flops_per_second, summary_flops_per_second: as in
             :class:`Machine`; the defaults are those of ``MACHINES["gpu"]``.
         dense_flops_per_second, memory_bytes_per_second: likewise.
-        seconds_per_collective, seconds_per_row, shrinks_chunks: likewise.
+        seconds_per_collective, seconds_per_row, shrinks_chunks, cores: likewise.
     """
 
     lengths: Sequence[int]
@@ -102,6 +108,7 @@ class Workload:
     seconds_per_collective: float = _GPU.seconds_per_collective
     seconds_per_row: float = _GPU.seconds_per_row
     shrinks_chunks: bool = _GPU.shrinks_chunks
+    cores: int | None = _GPU.cores
 
 
 @dataclass(frozen=True)
@@ -154,7 +161,7 @@ class ChunkwiseWork:
         tokens: ``[cp_size]`` tokens that every rank works on.
         traffic: of every rank.
         collectives: exchanges of a layer, forward and backward.
-        states_cross: whether a state crosses ranks; without that there are no summaries.
+        states_cross: whether a state crosses ranks; without that nothing is exchanged of them.
     """
 
     ranges: TokenRanges
@@ -195,19 +202,22 @@ def predict_costs(
     local = int(boundaries[-1]) // cp
     sizes = layer_sizes(workload, tp)
     rule = _rule_flops(workload, sizes.num_value_heads)
-    all_rows = _rows(np.diff(boundaries), workload.shrinks_chunks)
+    lengths = np.diff(boundaries)
+    one_rank = np.zeros_like(lengths)
+    all_rows = int(_chunk_rows(lengths, one_rank, workload.shrinks_chunks).sum())
     several = cp > 1
     sent = {mode: uniform_bytes(workload, tp, cp, mode) for mode in ("headwise", "all_gather")}
     chunkwise = chunkwise_work(workload, tp, cp, layout, move_sequences)
-    segments = chunkwise.ranges.stop - chunkwise.ranges.start
-    by_rank = [segments[chunkwise.ranges.rank == rank] for rank in range(cp)]
-    rows = max(_rows(lengths, workload.shrinks_chunks) for lengths in by_rank)
-    busiest = int(chunkwise.tokens.max())
-    summaries, exchanged = 0.0, 0
+    ranks = chunkwise.ranges.rank
+    each = _chunk_rows(
+        chunkwise.ranges.stop - chunkwise.ranges.start, ranks, workload.shrinks_chunks
+    )
+    rows = _slowest(np.bincount(ranks, weights=each, minlength=cp), workload)
+    summaries = _summaries(workload, sizes.num_value_heads, chunkwise.ranges, each, cp)
+    busiest = _slowest(chunkwise.tokens, workload)
+    exchanged = 0.0
     if chunkwise.states_cross:
-        # Every segment is summarised, whether its own chain crosses ranks or not.
-        summaries = rows * summary_flops(workload, sizes.num_value_heads)
-        exchanged += max(map(len, by_rank)) * _state_bytes(sizes)
+        exchanged += int(np.bincount(ranks).max()) * _state_bytes(sizes)
     if (chunkwise.home >= 0).any():
         exchanged += 4 * busiest * sizes.hidden_size * sizes.element_size
     # Bytes sent, exchanges, bytes that go through them (a rank's own share too), rows of the rule
@@ -338,14 +348,17 @@ def _state_bytes(sizes: LayerSizes) -> int:
     return sizes.num_value_heads * (key * key + 4 * key * value) * 4
 
 
-def _rows(lengths: IntArray, shrinks_chunks: bool) -> int:
-    """Rows of the chunks that hold these segments: the last chunk of a segment is computed whole.
+def _chunk_rows(lengths: IntArray, rank: IntArray, shrinks_chunks: bool) -> IntArray:
+    """Rows of the chunks that hold each segment: the last chunk of a segment is computed whole.
 
     A smaller chunk saves products and loses in their efficiency: a row is taken to cost the same.
     """
-    longest = int(lengths.max(initial=1))
-    chunk = min(_CHUNK, 1 << (longest - 1).bit_length()) if shrinks_chunks else _CHUNK
-    return int((-(-lengths // chunk) * chunk).sum())
+    longest = np.ones(int(rank.max(initial=0)) + 1, dtype=np.int64)
+    np.maximum.at(longest, rank, lengths)
+    power = np.left_shift(1, np.ceil(np.log2(longest)).astype(np.int64))
+    chunk = np.minimum(_CHUNK, power)[rank] if shrinks_chunks else np.full_like(lengths, _CHUNK)
+    rows: IntArray = -(-lengths // chunk) * chunk
+    return rows
 
 
 def _projection_flops(workload: Workload, tp: int) -> float:
@@ -366,7 +379,50 @@ def _rule_flops(workload: Workload, heads: int) -> float:
     return float(heads * (within + with_state) * (1 + _BACKWARD))
 
 
-def summary_flops(workload: Workload, heads: int, backward: bool = True) -> float:
-    """Per token: the recurrence on ``[0 | I]`` in forward, and on the gradient in backward."""
+@dataclass(frozen=True)
+class SummaryFlops:
+    """Of one token, in the rank's value heads, for each part of a segment's summary.
+
+    Attributes:
+        offset: ``b``, two products with the state.
+        transition: ``A``, two products with a square state.
+        gradient: ``c``, three products: keys, queries and weights.
+    """
+
+    offset: float
+    transition: float
+    gradient: float
+
+
+def summary_flops(workload: Workload, heads: int) -> SummaryFlops:
+    """The products of the recurrence; see :mod:`megatron.linear_cp.ops.triton_summary`."""
     key, value = workload.key_head_dim, workload.value_head_dim
-    return float(heads * 2 * 2 * key * ((key + value) + value * backward))
+    return SummaryFlops(
+        offset=2.0 * heads * 2 * key * value,
+        transition=2.0 * heads * 2 * key * key,
+        gradient=2.0 * heads * 3 * key * value,
+    )
+
+
+def _summaries(
+    workload: Workload, heads: int, ranges: TokenRanges, rows: IntArray, cp: int
+) -> float:
+    """Flops of the summaries that are read; all wait for the rank with most, in each direction."""
+    per_row = summary_flops(workload, heads)
+    forward, backward = summary_wants(ranges)
+    entering = (forward >= WANTS_OFFSET) * per_row.offset
+    entering = entering + (forward == WANTS_BOTH) * per_row.transition
+    returning = (backward >= WANTS_OFFSET) * per_row.gradient
+    return sum(
+        _slowest(np.bincount(ranges.rank, weights=rows * flops, minlength=cp), workload)
+        for flops in (entering, returning)
+    )
+
+
+def _slowest(work: npt.NDArray[Any], workload: Workload) -> float:
+    """The work of all ranks ``[cp_size]`` as one rank's that takes as long, all being at work."""
+    most, mean = float(work.max()), float(work.mean())
+    if workload.cores is None:
+        return most
+    # The busiest rank alone has a processor of its own, no more; together they have all of them.
+    return max(most * min(1.0, workload.cores / len(work)), mean)

@@ -64,6 +64,32 @@ def test_no_summaries_where_nothing_crosses() -> None:
     assert predict_costs(cut, layout="contiguous", **SIZES)["chunkwise"].flops > costs.flops
 
 
+def test_only_summaries_that_are_read_count() -> None:
+    """One sequence in two halves: ``b`` of the first in forward, ``c`` of the other in backward."""
+    workload, sizes = Workload(lengths=[2048]), SIZES | {"context_parallel_size": 2}
+    contiguous = predict_costs(workload, layout="contiguous", **sizes)["chunkwise"].flops
+    rule = predict_costs(workload, **sizes)["headwise"].flops
+    heads, state = workload.num_value_heads, workload.key_head_dim * workload.value_head_dim
+    assert contiguous - rule == pytest.approx(1024 * heads * (4 + 6) * state)
+    # zigzag cuts it into four: the second rank has both middle ones, whose A is read as well.
+    zigzag = predict_costs(workload, **sizes)["chunkwise"].flops
+    assert zigzag - rule == pytest.approx(1024 * heads * (8 + 6) * state)
+
+
+def test_ranks_that_share_processors_leave_them_to_the_busiest() -> None:
+    """Contiguous, one sequence, CP 2: only one rank has a summary to compute, each way."""
+    workload, sizes = Workload(lengths=[2048]), SIZES | {"context_parallel_size": 2}
+    flops = {
+        cores: predict_costs(replace(workload, cores=cores), layout="contiguous", **sizes)
+        for cores in (None, 4, 2, 1)
+    }
+    summaries = {
+        cores: costs["chunkwise"].flops - costs["headwise"].flops for cores, costs in flops.items()
+    }
+    assert summaries[None] == summaries[4] == summaries[2]
+    assert summaries[1] == pytest.approx(summaries[2] / 2)
+
+
 @pytest.mark.parametrize(
     ("field", "share"),
     [
