@@ -13,7 +13,7 @@ from functools import cache
 
 import numpy as np
 
-from megatron.linear_cp.layout import token_ranges
+from megatron.linear_cp.layout import LONG_RUN, is_long_run, token_ranges
 from megatron.linear_cp.plan import ContextParallelPlan
 from megatron.linear_cp.routes import halo_rows_by_rank, state_bytes_by_rank
 from megatron.linear_cp.segments import IntArray
@@ -141,7 +141,14 @@ def choose_for(
     lengths = np.diff(boundaries)
     leaving = lengths - lengths // cp_size
     move = leaving * sizes.hidden_size * sizes.element_size * _PASSES
-    scan = np.array([_scan_bytes(int(n), cp_size, sizes) for n in lengths], dtype=np.int64)
+    longs = is_long_run(lengths // cp_size, int(lengths.sum()) // cp_size)
+    scan = np.array(
+        [
+            _scan_bytes(int(n), long, cp_size, sizes)
+            for n, long in zip(lengths, longs.tolist(), strict=True)
+        ],
+        dtype=np.int64,
+    )
     wanted = {"auto": move < scan, "never": lengths < 0, "always": lengths > 0}[policy]
     multiple = sizes.token_multiple
     wanted &= (lengths % multiple == 0) & (lengths // cp_size % multiple == 0)
@@ -189,12 +196,13 @@ def _place(lengths: IntArray, cp_size: int, candidates: list[int]) -> tuple[IntA
     return home, tokens
 
 
-def _scan_bytes(length: int, cp_size: int, sizes: LayerSizes) -> int:
-    """Counted on the routes of the sequence alone; beyond a few tokens a chunk it is constant."""
+def _scan_bytes(length: int, long: bool, cp_size: int, sizes: LayerSizes) -> int:
+    """Counted on the routes of a sequence alone that is cut alike: few lengths stand for all."""
     if length == 0 or cp_size == 1:
         return 0
     longest = 2 * cp_size * max(sizes.conv_kernel_size, 1)
-    return _counted_scan_bytes(min(length, longest), cp_size, sizes)
+    stands_for = 2 * cp_size * LONG_RUN if long else min(length, longest)
+    return _counted_scan_bytes(stands_for, cp_size, sizes)
 
 
 @cache

@@ -17,14 +17,22 @@ from megatron.linear_cp.segments import IntArray
 
 LAYOUTS = ("zigzag", "contiguous")
 _MAX_TOKENS = 2**40
+# Of 65,536 tokens in two segments the kernels that walk along them took half as long as of one (32
+# heads, bf16, H200). Half of a run of so many still outlasts the exchange of one more state; and
+# where a rank has eight times as many, there is enough to walk along beside it.
+LONG_RUN, LONG_SHARE = 4096, 8
+_CHUNK = 64  # tokens that the kernels of the rule work on together
 
 
 @dataclass(frozen=True)
 class TokenRanges:
     """The segments of one micro-batch on every rank, rank after rank, in storage order.
 
-    A segment is a maximal run of consecutive tokens of one sequence on one rank. All columns are
-    ``[N]`` int64 on the host.
+    A segment is a run of consecutive tokens of one sequence on one rank. Kernels walk along a
+    segment, so that one long run leaves most of a GPU idle: of a sequence that crosses ranks, a run
+    over ``LONG_RUN`` tokens and over 1 / ``LONG_SHARE`` of its rank's is two segments. Those of
+    zigzag are its two chunks, which touch on the last rank only. All columns are ``[N]`` int64 on
+    the host.
 
     Attributes:
         sequence: index of the sequence the segment belongs to.
@@ -127,7 +135,7 @@ def token_ranges(cu_seqlens: npt.ArrayLike, cp_size: int, layout: str) -> TokenR
     start, stop = points[:-1], points[1:]
     # side="right" lands on the last of several equal boundaries: the sequence that has tokens.
     sequence = np.searchsorted(boundaries, start, side="right") - 1
-    return _finish(sequence, start, stop, start // span)
+    return _finish(*_halve_long(sequence, start, stop, start // span))
 
 
 def dense_token_ranges(seq_len: int, batch: int, cp_size: int, layout: str) -> TokenRanges:
@@ -156,7 +164,7 @@ def dense_token_ranges(seq_len: int, batch: int, cp_size: int, layout: str) -> T
     span = seq_len // cp_size
     rank, sequence = (a.ravel() for a in np.indices((cp_size, batch), dtype=np.int64))
     start = boundaries[sequence] + rank * span
-    return _finish(sequence, start, start + span, rank)
+    return _finish(*_halve_long(sequence, start, start + span, rank))
 
 
 def mixed_token_ranges(boundaries: IntArray, cp_size: int, home: IntArray) -> TokenRanges:
@@ -246,17 +254,41 @@ def _zigzag(boundaries: IntArray, cp_size: int) -> TokenRanges:
     rank, sequence, slot = (a.ravel() for a in np.indices(shape, dtype=np.int64))
     index = np.where(slot == 0, rank, 2 * cp_size - 1 - rank)
     start = boundaries[sequence] + index * chunk[sequence]
-    return _finish(sequence, start, start + chunk[sequence], rank)
+    stop = start + chunk[sequence]
+    # The last rank's two chunks of a sequence touch: one run, unless it is long.
+    one = (rank == cp_size - 1) & ~is_long_run(2 * chunk[sequence], int(boundaries[-1]) // cp_size)
+    stop = np.where(one & (slot == 0), stop + chunk[sequence], stop)
+    start = np.where(one & (slot == 1), stop, start)
+    return _finish(sequence, start, stop, rank)
+
+
+def is_long_run(length: IntArray, rank_tokens: int | IntArray) -> npt.NDArray[np.bool_]:
+    """Whether a run of so many tokens, on a rank of so many, is worth two segments."""
+    return (length > LONG_RUN) & (length * LONG_SHARE > rank_tokens)
+
+
+def _halve_long(
+    sequence: IntArray, start: IntArray, stop: IntArray, rank: IntArray
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Cut every long run of a sequence that crosses ranks in two, between chunks of the kernels."""
+    length = stop - start
+    shared = np.bincount(sequence, minlength=1)[sequence] > 1
+    rank_tokens = np.bincount(rank, weights=length, minlength=1)[rank].astype(np.int64)
+    half = -(-length // (2 * _CHUNK)) * _CHUNK
+    cut = start + np.where(shared & is_long_run(length, rank_tokens), half, 0)
+    # A run that is not cut leaves one of its two pieces empty.
+    return (
+        np.repeat(sequence, 2),
+        np.stack([start, cut], axis=1).ravel(),
+        np.stack([cut, stop], axis=1).ravel(),
+        np.repeat(rank, 2),
+    )
 
 
 def _finish(sequence: IntArray, start: IntArray, stop: IntArray, rank: IntArray) -> TokenRanges:
-    """Drop empty runs, join runs that touch, and number each rank's storage."""
+    """Drop empty runs and number each rank's storage."""
     full = stop > start
     sequence, start, stop, rank = sequence[full], start[full], stop[full], rank[full]
-    opens = np.ones(len(start), dtype=bool)
-    opens[1:] = (rank[1:] != rank[:-1]) | (sequence[1:] != sequence[:-1]) | (start[1:] != stop[:-1])
-    closes = np.append(opens[1:], True)[: len(start)]
-    sequence, start, rank, stop = sequence[opens], start[opens], rank[opens], stop[closes]
     end = np.cumsum(stop - start)
     before_rank = np.concatenate([[0], end])[np.searchsorted(rank, rank, side="left")]
     return TokenRanges(sequence, start, stop, rank, end - (stop - start) - before_rank)

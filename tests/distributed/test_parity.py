@@ -4,10 +4,15 @@
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import megatron.linear_cp.layout
+from megatron.linear_cp.layout import token_ranges
 from megatron.linear_cp.testing.layer import (
     LayerShape,
     assemble,
@@ -49,3 +54,23 @@ def test_mode_equals_reference(layout: str, cp: int, mode: str, dtype: torch.dty
             assert_all_close(actual, expected(tuple(row), dtype), GATES[dtype])
         except AssertionError as error:
             raise AssertionError(f"{mode}, {layout}, cp {cp}, row {row}: {error}") from None
+
+
+def run_rows_halved(*args: Any) -> list[dict[str, torch.Tensor]]:
+    """A run of 5 tokens is long."""
+    with mock.patch.multiple(megatron.linear_cp.layout, LONG_RUN=4, LONG_SHARE=100, _CHUNK=1):
+        assert len(token_ranges([0, 64], dist.get_world_size(), "contiguous").rank) > (
+            dist.get_world_size()
+        )
+        return run_rows(*args)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_long_runs_in_two_segments(cp: int) -> None:
+    rows = rows_of("contiguous", cp)
+    by_rank = run_distributed(
+        run_rows_halved, cp, "chunkwise", "contiguous", rows, torch.float64, SHAPE
+    )
+    for i, row in enumerate(rows):
+        actual = assemble([parts[i] for parts in by_rank], row, "contiguous")
+        assert_all_close(actual, expected(tuple(row), torch.float64), GATES[torch.float64])

@@ -17,7 +17,7 @@ from megatron.linear_cp.exchange_choice import (
     choose_for,
 )
 from megatron.linear_cp.layout import mixed_token_ranges, rank_indices, shard_ranges, token_ranges
-from megatron.linear_cp.routes import build_state_route
+from megatron.linear_cp.routes import halo_rows_by_rank, state_bytes_by_rank
 
 QWEN = LayerSizes(
     hidden_size=2048,
@@ -45,15 +45,17 @@ def test_long_sequences_exchange_states_and_short_ones_move() -> None:
     assert "64 are brought to one rank" in choice.describe()
 
 
-def test_bytes_of_a_scan_do_not_depend_on_the_length() -> None:
-    choice = choose_for(bounds([1024, 65536]), 4, QWEN, "auto")
-    assert choice.scan_bytes[0] == choice.scan_bytes[1]
-    route = sum(
-        build_state_route(token_ranges([0, 1024], 4, "zigzag"), r, 4, 32).bytes_sent(r, 128, 128)
-        for r in range(4)
-    )
-    halo = 2 * 6 * 3 * 8192 * 2  # both ways: 6 of the 7 borders lie between ranks, 3 tokens each
-    assert choice.scan_bytes[0] == route + halo
+def test_bytes_of_a_scan_are_those_of_its_routes_whatever_the_length() -> None:
+    """Two kinds of lengths: where the last rank's run is one segment, and where it is two."""
+    choice = choose_for(bounds([1024, 65536, 64, 131072]), 4, QWEN, "never")
+    assert choice.scan_bytes[0] == choice.scan_bytes[2] < choice.scan_bytes[1]
+    assert choice.scan_bytes[1] == choice.scan_bytes[3]
+    for i, length in enumerate((1024, 65536)):
+        row = bounds([length])
+        ranges = token_ranges(row, 4, "zigzag")
+        states, _ = state_bytes_by_rank(ranges, 4, 32, 128, 128)
+        rows, _ = halo_rows_by_rank(ranges, row, 4, 4)
+        assert choice.scan_bytes[i] == states.sum() + rows.sum() * 8192 * 2
 
 
 def test_policies() -> None:

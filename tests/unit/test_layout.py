@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 
 from megatron.linear_cp.context_parallel_layout import get_thd_context_parallel_rank_indices
 from megatron.linear_cp.layout import (
+    LONG_RUN,
+    LONG_SHARE,
+    TokenRanges,
     check_boundaries,
     dense_token_ranges,
     rank_indices,
@@ -114,9 +117,7 @@ def test_contiguous_is_a_slice_of_the_flat_buffer(lengths: list[int], cp: int) -
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=rows, cp=st.integers(1, 4), layout=st.sampled_from(["zigzag", "contiguous"]))
-def test_segments_are_maximal_runs_of_one_sequence(
-    lengths: list[int], cp: int, layout: str
-) -> None:
+def test_segments_are_runs_of_one_sequence(lengths: list[int], cp: int, layout: str) -> None:
     cu = [0, *np.cumsum(np.array(lengths) * 2 * cp).tolist()]
     ranges = token_ranges(cu, cp, layout)
     bounds = np.array(cu)
@@ -132,6 +133,43 @@ def test_segments_are_maximal_runs_of_one_sequence(
             ranges.offset[mine].tolist()
             == [0, *np.cumsum(stop - start)[:-1].tolist()][: mine.sum()]
         )
+
+
+def runs_of(ranges: TokenRanges) -> list[tuple[int, int, int]]:
+    columns = (ranges.rank, ranges.start, ranges.stop)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def test_long_runs_that_cross_ranks_are_cut_in_two_between_kernel_chunks() -> None:
+    """15,000 tokens a rank; the second sequence is long and stays on one."""
+    ranges = token_ranges([0, 20000, 30000], 2, "contiguous")
+    cuts = [(0, 0, 7552), (0, 7552, 15000), (1, 15000, 17560), (1, 17560, 20000)]
+    assert runs_of(ranges) == [*cuts, (1, 20000, 30000)]
+    assert (7552 % 64, (17560 - 15000) % 64) == (0, 0)
+    assert rank_indices(ranges, 1).tolist() == list(range(15000, 30000))
+    assert runs_of(token_ranges([0, 30000], 1, "contiguous")) == [(0, 0, 30000)]
+    short = token_ranges([0, 2 * LONG_RUN], 2, "contiguous")
+    assert runs_of(short) == [(0, 0, LONG_RUN), (1, LONG_RUN, 2 * LONG_RUN)]
+    dense = dense_token_ranges(2 * LONG_RUN + 256, 1, 2, "contiguous")
+    assert len(runs_of(dense)) == 4
+
+
+def test_long_runs_among_many_are_one_segment() -> None:
+    """A rank that has eight times as much has enough to do beside it."""
+    for tokens, segments in ((LONG_SHARE * 4500 - 2, 2), (LONG_SHARE * 4500, 1)):
+        ranges = token_ranges([0, tokens - 4500, tokens + 4500, 2 * tokens], 2, "contiguous")
+        assert ((ranges.sequence == 1) & (ranges.rank == 1)).sum() == segments
+
+
+@pytest.mark.parametrize(("tokens", "segments"), [(LONG_RUN, 1), (LONG_RUN + 2, 2)])
+def test_the_last_rank_of_zigzag_joins_short_chunks_only(tokens: int, segments: int) -> None:
+    ranges = token_ranges([0, 2 * tokens], 2, "zigzag")
+    half = tokens // 2
+    runs = [(0, 0, half), (0, 3 * half, 4 * half)]
+    last = [(1, half, 2 * half), (1, 2 * half, 3 * half)]
+    assert runs_of(ranges) == runs + (last if segments == 2 else [(1, half, 3 * half)])
+    many = token_ranges([2 * tokens * i for i in range(10)], 2, "zigzag")
+    assert (many.rank == 1).sum() == 9
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchange routes, run over all ranks in one process: what arrives is what the maths asks for."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import megatron.linear_cp.layout
 from megatron.linear_cp.layout import (
     TokenRanges,
     mixed_token_ranges,
@@ -32,6 +35,14 @@ def deliver(sent: list[list[np.ndarray]]) -> list[np.ndarray]:
 
 def cut(rows: np.ndarray, splits: tuple[int, ...]) -> list[np.ndarray]:
     return np.split(rows, np.cumsum(splits)[:-1])
+
+
+def ranges_of(cu: list[int], cp: int, layout: str, halved: bool) -> TokenRanges:
+    """With ``halved``, runs of 3 tokens and more are long."""
+    if not halved:
+        return token_ranges(cu, cp, layout)
+    with mock.patch.multiple(megatron.linear_cp.layout, LONG_RUN=2, LONG_SHARE=100, _CHUNK=1):
+        return token_ranges(cu, cp, layout)
 
 
 def check_halo(ranges: TokenRanges, cu: list[int], cp: int, width: int) -> None:
@@ -178,13 +189,14 @@ lengths_strategy = st.lists(st.integers(0, 4), min_size=1, max_size=6)
     cp=st.integers(1, 5),
     layout=st.sampled_from(["zigzag", "contiguous"]),
     width=st.integers(1, 7),
+    halved=st.booleans(),
 )
-def test_halo_route(lengths: list[int], cp: int, layout: str, width: int) -> None:
+def test_halo_route(lengths: list[int], cp: int, layout: str, width: int, halved: bool) -> None:
     scale = 2 * cp if layout == "zigzag" else 3
     lengths = [n * scale for n in lengths]
     lengths[-1] += -sum(lengths) % cp
     cu = [0, *np.cumsum(lengths).tolist()]
-    check_halo(token_ranges(cu, cp, layout), cu, cp, width)
+    check_halo(ranges_of(cu, cp, layout, halved), cu, cp, width)
 
 
 @settings(max_examples=60, deadline=None)
@@ -193,13 +205,14 @@ def test_halo_route(lengths: list[int], cp: int, layout: str, width: int) -> Non
     cp=st.integers(1, 5),
     layout=st.sampled_from(["zigzag", "contiguous"]),
     heads=st.integers(1, 5),
+    halved=st.booleans(),
 )
-def test_state_route(lengths: list[int], cp: int, layout: str, heads: int) -> None:
+def test_state_route(lengths: list[int], cp: int, layout: str, heads: int, halved: bool) -> None:
     scale = 2 * cp if layout == "zigzag" else 3
     lengths = [n * scale for n in lengths]
     lengths[-1] += -sum(lengths) % cp
     cu = [0, *np.cumsum(lengths).tolist()]
-    check_states(token_ranges(cu, cp, layout), cp, heads)
+    check_states(ranges_of(cu, cp, layout, halved), cp, heads)
 
 
 @settings(max_examples=60, deadline=None)
