@@ -47,10 +47,10 @@ def test_long_sequences_exchange_states_and_short_ones_move() -> None:
 
 def test_bytes_of_a_scan_are_those_of_its_routes_whatever_the_length() -> None:
     """Two kinds of lengths: where the last rank's run is one segment, and where it is two."""
-    choice = choose_for(bounds([1024, 65536, 64, 131072]), 4, QWEN, "never")
+    choice = choose_for(bounds([1024, 131072, 64, 262144]), 4, QWEN, "never")
     assert choice.scan_bytes[0] == choice.scan_bytes[2] < choice.scan_bytes[1]
     assert choice.scan_bytes[1] == choice.scan_bytes[3]
-    for i, length in enumerate((1024, 65536)):
+    for i, length in enumerate((1024, 131072)):
         row = bounds([length])
         ranges = token_ranges(row, 4, "zigzag")
         states, _ = state_bytes_by_rank(ranges, 4, 32, 128, 128)

@@ -141,12 +141,12 @@ def runs_of(ranges: TokenRanges) -> list[tuple[int, int, int]]:
 
 
 def test_long_runs_that_cross_ranks_are_cut_in_two_between_kernel_chunks() -> None:
-    """15,000 tokens a rank; the second sequence is long and stays on one."""
-    ranges = token_ranges([0, 20000, 30000], 2, "contiguous")
-    cuts = [(0, 0, 7552), (0, 7552, 15000), (1, 15000, 17560), (1, 17560, 20000)]
-    assert runs_of(ranges) == [*cuts, (1, 20000, 30000)]
-    assert (7552 % 64, (17560 - 15000) % 64) == (0, 0)
-    assert rank_indices(ranges, 1).tolist() == list(range(15000, 30000))
+    """60,000 tokens a rank; the second sequence is long and stays on one."""
+    ranges = token_ranges([0, 80000, 120000], 2, "contiguous")
+    cuts = [(0, 0, 30016), (0, 30016, 60000), (1, 60000, 70048), (1, 70048, 80000)]
+    assert runs_of(ranges) == [*cuts, (1, 80000, 120000)]
+    assert (30016 % 64, (70048 - 60000) % 64) == (0, 0)
+    assert rank_indices(ranges, 1).tolist() == list(range(60000, 120000))
     assert runs_of(token_ranges([0, 30000], 1, "contiguous")) == [(0, 0, 30000)]
     short = token_ranges([0, 2 * LONG_RUN], 2, "contiguous")
     assert runs_of(short) == [(0, 0, LONG_RUN), (1, LONG_RUN, 2 * LONG_RUN)]
@@ -156,8 +156,9 @@ def test_long_runs_that_cross_ranks_are_cut_in_two_between_kernel_chunks() -> No
 
 def test_long_runs_among_many_are_one_segment() -> None:
     """A rank that has eight times as much has enough to do beside it."""
-    for tokens, segments in ((LONG_SHARE * 4500 - 2, 2), (LONG_SHARE * 4500, 1)):
-        ranges = token_ranges([0, tokens - 4500, tokens + 4500, 2 * tokens], 2, "contiguous")
+    run = LONG_RUN + 64
+    for tokens, segments in ((LONG_SHARE * run - 2, 2), (LONG_SHARE * run, 1)):
+        ranges = token_ranges([0, tokens - run, tokens + run, 2 * tokens], 2, "contiguous")
         assert ((ranges.sequence == 1) & (ranges.rank == 1)).sum() == segments
 
 
