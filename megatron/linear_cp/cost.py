@@ -395,7 +395,7 @@ class SummaryFlops:
 
 
 def summary_flops(workload: Workload, heads: int) -> SummaryFlops:
-    """The products of the recurrence; see :mod:`megatron.linear_cp.ops.triton_summary`."""
+    """The products of the recurrence, as in the kernels of ``ops``."""
     key, value = workload.key_head_dim, workload.value_head_dim
     return SummaryFlops(
         offset=2.0 * heads * 2 * key * value,
