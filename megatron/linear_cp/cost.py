@@ -37,7 +37,8 @@ class Machine:
             time and not in the count.
         summary_flops_per_second: what it computes in the summaries of segments.
         dense_flops_per_second: what it computes in large products, which the projections are.
-        memory_bytes_per_second: what it reads or writes of its own memory in such copies.
+        memory_bytes_per_second: what it reads or writes of its own memory in the copies around an
+            exchange.
         seconds_per_collective: what one exchange takes however little it moves, waiting for the
             slowest rank included.
         seconds_per_row: what a token takes in the rule however few heads the rank runs; headwise
