@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What crosses ranks, and what must not: leaks, bytes, empty sequences, dense batches."""
 
+import contextlib
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.linear_cp.comm import all_gather_rows, all_to_all_rows, count_traffic
-from megatron.linear_cp.ops import gated_delta_rule
+from megatron.linear_cp.ops import gated_delta_rule, torch_rule
 from megatron.linear_cp.plan import ContextParallelPlan
+from megatron.linear_cp.segments import WANTS_NOTHING, WANTS_OFFSET
 from megatron.linear_cp.testing.layer import (
     LayerShape,
     assemble,
@@ -100,6 +104,26 @@ def test_scan_moves_what_the_formula_says_whatever_the_length(cp: int) -> None:
 def test_no_collective_where_no_chain_crosses() -> None:
     for result in run_distributed(count_scan, 2, [64, 64], "contiguous", 2, 4, 4):
         assert result == {"sent": 0, "calls": 0, "formula": 0}
+
+
+def wanted_of_summaries() -> dict[str, list[int]]:
+    """What the kernels are asked for on this rank, one sequence in two halves."""
+    plan = ContextParallelPlan.build([0, 16], dist.group.WORLD, layout="contiguous")
+    asked = {}
+    with contextlib.ExitStack() as stack:
+        for name in ("summarize", "backward_summarize"):
+            spy = mock.patch.object(torch_rule, name, wraps=getattr(torch_rule, name))
+            asked[name] = stack.enter_context(spy)
+        run_mode("chunkwise", plan, make_layer_inputs(SHAPE, 16, torch.float32), SHAPE)
+    return {name: spy.call_args.args[1].array.tolist() for name, spy in asked.items()}
+
+
+def test_kernels_are_asked_for_no_more_than_is_read() -> None:
+    """``b`` of the first half in forward, ``c`` of the second in backward, nothing else."""
+    assert run_distributed(wanted_of_summaries, 2) == [
+        {"summarize": [WANTS_OFFSET], "backward_summarize": [WANTS_NOTHING]},
+        {"summarize": [WANTS_NOTHING], "backward_summarize": [WANTS_OFFSET]},
+    ]
 
 
 def run_dense(mode: str, layout: str, length: int, batch: int) -> dict[str, torch.Tensor]:
